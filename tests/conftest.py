@@ -61,7 +61,7 @@ SLOW = {
     *("host/test_host_threads", "jit/test_aot", "jit/test_cache", "jit/test_compile_failures", "jit/test_jit"),
     *("jit/test_kernel_key", "jit/test_trust", "kernels/test_a_new_kernel", "kernels/test_function_tiles"),
     *("kernels/test_prefill_kernel", "kernels/test_prefill_sass", "kernels/test_shared_memory", "net/test_bad_inputs"),
-    *("net/test_faults", "net/test_fuzz", "net/test_soak", "planner/test_planner_properties"),
+    *("net/test_faults", "net/test_faulty_disk", "net/test_fuzz", "net/test_soak", "planner/test_planner_properties"),
     *("planner/test_table_plans", "project/test_bench", "project/test_cli", "project/test_pages"),
     *("serving/test_engine", "serving/test_forward_batch", "serving/test_graph_runner", "serving/test_parallel_ranks"),
 }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
-import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..base.errors import CompileError
 from ..kernels.spec import KernelSpec
@@ -155,8 +156,7 @@ class _Build:
         except CompileError as error:
             self.results[spec, target] = BuildResult(spec, target, error=error)
         except OSError as error:
-            reason = f"kernel {spec.name} cannot be compiled in {tempfile.gettempdir()}: {error} (TMPDIR names another)"
-            self.results[spec, target] = BuildResult(spec, target, error=CompileError(reason))
+            self.results[spec, target] = BuildResult(spec, target, error=_refused(spec, error))
         lock.close()
 
     def _lock(self, lock: contextlib.ExitStack, key: str, waits_for: str) -> bool:
@@ -190,13 +190,34 @@ class _Build:
         """Compiles all jobs: through ninja where there are several, and it is there."""
         ninja = process.ninja_program() if len(self._jobs) > 1 else None
         if ninja is not None and self._write_rules():
-            self._run_together(ninja, jobs)
-        for job in [self._jobs[key] for key in self._locks]:
-            if not job.started.exists():
+            with contextlib.suppress(OSError):  # ninja does not start, but a compiler may
+                self._run_together(ninja, jobs)
+        for key in [key for key in self._locks if self._jobs[key].started.exists()]:
+            self._finish(key)
+        self._run_each(jobs or process.job_count(len(self._locks)))
+
+    def _run_each(self, count: int) -> None:
+        """Compiles the jobs that ninja has not started, `count` at a time."""
+        running: collections.deque[tuple[str, contextlib.ExitStack]] = collections.deque()
+        with contextlib.ExitStack() as ends:  # an exception ends all compilers
+            for key in list(self._locks):
+                if len(running) == count:
+                    self._wait_for(*running.popleft())
+                job, compiler = self._jobs[key], ends.enter_context(contextlib.ExitStack())
                 progress.say(f"compiling {job.spec.name} for {job.target.name} with {job.compiler.name}")
-                job.run()
-            if (entry := self._finish(job.key).entry) is not None:
-                progress.say(f"compiled {job.spec.name} in {entry.meta['seconds']:.1f} s")
+                try:
+                    compiler.enter_context(job.running())
+                except OSError as error:  # too many processes, most often
+                    self._end_job(key, error=_refused(job.spec, error))
+                else:
+                    running.append((key, compiler))
+            while running:
+                self._wait_for(*running.popleft())
+
+    def _wait_for(self, key: str, compiler: contextlib.ExitStack) -> None:
+        compiler.close()
+        if (entry := self._finish(key).entry) is not None:
+            progress.say(f"compiled {entry.meta['name']} in {entry.meta['seconds']:.1f} s")
 
     def _write_rules(self) -> bool:
         """For ninja; whether there was room for them."""
@@ -224,10 +245,22 @@ class _Build:
         """Publishes one job and lets its lock go."""
         job = self._jobs[key]
         try:
-            result = BuildResult(job.spec, job.target, job.finish(self._store), is_new=True)
+            return self._end_job(key, entry=job.finish(self._store), is_new=True)
         except CompileError as error:
-            result = BuildResult(job.spec, job.target, error=error)
-        self.results[job.spec, job.target] = result
+            return self._end_job(key, error=error)
+        except OSError as error:
+            return self._end_job(key, error=_refused(job.spec, error))
+
+    def _end_job(self, key: str, **outcome: Any) -> BuildResult:
+        job = self._jobs[key]
+        result = self.results[job.spec, job.target] = BuildResult(job.spec, job.target, **outcome)
         self._locks.pop(key).close()
-        shutil.rmtree(job.folder, ignore_errors=True)
+        files.remove(job.folder)
         return result
+
+
+def _refused(spec: KernelSpec, error: OSError) -> CompileError:
+    return CompileError(
+        f"kernel {spec.name} cannot be compiled: {error}. "
+        "A compile takes child processes and temporary files (TMPDIR names another folder for them)."
+    )

@@ -21,7 +21,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -98,7 +97,8 @@ def write_entry(folder: Path, binary: Path, meta: dict[str, Any], mode: int = 0o
     The binary's name has its hash: dlopen, which tells libraries by their names, never takes one that was replaced for
     the new one.
     """
-    image = binary.read_bytes()
+    with files.named(binary):
+        image = binary.read_bytes()
     digest = hashlib.sha256(image).hexdigest()
     name = f"{binary.stem}-{digest[:16]}{binary.suffix}"
     files.write(folder / name, image, mode)
@@ -161,7 +161,7 @@ class Store:
 
     def forget(self) -> None:
         """Removes all that `remember` wrote."""
-        shutil.rmtree(self.folder / _KEYS, ignore_errors=True)
+        files.remove(self.folder / _KEYS)
 
     def _memo(self, spec: KernelSpec, target: Target) -> Path:
         return self.folder / _KEYS / f"{spec.digest[:40]}-{target.name}"
@@ -216,7 +216,7 @@ class Store:
     def keep_failure(self, key: str, paths: Iterable[Path]) -> Path:
         """A folder with copies of a failed compile's files, which outlives the build."""
         kept = self._make() / FAILED / key
-        shutil.rmtree(kept, ignore_errors=True)
+        files.remove(kept)
         files.make(kept, self._folder_mode)
         for path in paths:
             files.write(kept / path.name, path.read_bytes(), self._file_mode)
@@ -239,13 +239,13 @@ class Store:
         """Removes locks, logs of failures and what killed processes left."""
         for path in files.listed(self.folder):
             if path.name.startswith(_PRIVATE) or path.name in (_LOCKS, FAILED):
-                shutil.rmtree(path, ignore_errors=True)
+                files.remove(path)
 
     def clear(self) -> int:
         """Removes everything that this module made; returns how many entries there were."""
         folders = self.folders()
         for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            files.remove(folder)
         self.forget()
         self.tidy()
         return len(folders)
@@ -267,13 +267,18 @@ def _private_folder(wanted: Path, why: str) -> Path:
         files.make(folder, 0o700)
     if files.fault(folder):
         folder = Path(tempfile.mkdtemp(prefix="flashpage-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        atexit.register(_remove_own, folder, os.getpid())
     warn(
         f"the kernel cache {wanted} is not used, because {why}, and a kernel is code that this process would run: "
         f"{folder} is used instead. Give the folder to this user and take write access from others "
         "(chown, chmod go-w), or set FLASHPAGE_CACHE_DIR."
     )
     return folder
+
+
+def _remove_own(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child ends earlier
+        files.remove(folder)
 
 
 def aot_store() -> Store:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..base import env, paths
 from ..base.errors import CompileError, SettingError
+from . import files
 from .targets import CPU_LEVELS, PTX, Target
 
 _NVRTC_SCRIPT = Path(__file__).with_name("nvrtc.py")
@@ -66,7 +67,8 @@ class Compiler:
 @functools.cache
 def _version(program: tuple[str, ...]) -> str:
     """What the compiler says of itself."""
-    with tempfile.TemporaryFile("w+") as file:  # no pipe, which a process that the compiler leaves would keep open
+    # The file is no pipe, which a process that the compiler leaves would keep open.
+    with files.named(tempfile.gettempdir()), tempfile.TemporaryFile("w+") as file:
         subprocess.run([*program, "--version"], stdout=file, stderr=subprocess.DEVNULL, check=False)
         file.seek(0)
         text = file.read()

@@ -72,7 +72,8 @@ def _variant_error(spec: KernelSpec, errors: list[Diagnostic], log: str) -> tupl
 def _variant_line(spec: KernelSpec, file: str, line: int) -> str:
     """The user's text from the spec, because compilers show it with expanded macros or not at all."""
     part = {"logit": spec.variant.logit, "mask": spec.variant.mask}[file.removeprefix(SOURCE_NAME)]
-    return part.splitlines()[line - 1]
+    lines = part.splitlines()
+    return lines[min(line, len(lines)) - 1]  # what is left open at the end is found in a later line
 
 
 def read_ptxas(log: str) -> dict[str, int]:

@@ -10,7 +10,9 @@ import contextlib
 import errno
 import fcntl
 import functools
+import grp
 import os
+import pwd
 import shutil
 import stat
 import tempfile
@@ -26,8 +28,9 @@ def fault(folder: Path) -> str:
     """Why another user could put files into `folder`; "" if none could. What is missing is no fault.
 
     Every folder and every link on the way there must belong to this user or to root, and be writable by its owner
-    alone. The way begins at the home folder for what lies below it, else at the root. Folders above may be shared if
-    they are sticky, as /tmp is: another user cannot replace what this user has made there.
+    alone, or by the user's private group (`_is_private`). The way begins at the home folder for what lies below it,
+    else at the root. Folders above may be shared if they are sticky, as /tmp is: another user cannot replace what this
+    user has made there.
     """
     if not folder.is_absolute():
         return ""
@@ -46,7 +49,7 @@ def fault(folder: Path) -> str:
         except OSError:  # missing, or not to be looked at: nothing is read there
             return ""
         is_shared = bool(names) and bool(status.st_mode & stat.S_ISVTX)
-        if place not in above_home and (why := _fault_of(status, is_shared)):
+        if place not in above_home and (why := _fault_of(place, status, is_shared)):
             return f"{place} {why}"
         if not names:
             return ""
@@ -64,37 +67,78 @@ def _is_ours(status: os.stat_result) -> bool:
     return status.st_uid in (0, os.geteuid())
 
 
-def _fault_of(status: os.stat_result, is_shared: bool = False) -> str:
+def _fault_of(place: str | int, status: os.stat_result, is_shared: bool = False) -> str:
     if not _is_ours(status):
         return f"belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
+    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if others and not is_shared and not (others == stat.S_IWGRP and _is_private(place, status.st_gid)):
         return f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
     return ""
+
+
+def _is_private(place: str | int, group: int) -> bool:
+    """Whether a group that may write has no member but this user. Systems make such a group for each user, whose umask
+    is then 002: it has the user's name, lists no other member, and is no other user's own group."""
+    try:
+        os.getxattr(place, "system.posix_acl_access")  # the group's bits then stand for users of the list, too
+    except OSError as error:
+        return error.errno in (errno.ENODATA, errno.ENOTSUP) and _is_private_of(group, os.geteuid())
+    return False
+
+
+@functools.cache
+def _is_private_of(group: int, user: int) -> bool:
+    try:
+        own, found = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    if user == 0 or own.pw_gid != group or found.gr_name != own.pw_name or set(found.gr_mem) - {own.pw_name}:
+        return False
+    return not any(other.pw_gid == group and other.pw_uid != user for other in pwd.getpwall())
+
+
+@contextlib.contextmanager
+def named(path: str | Path) -> Iterator[None]:
+    """Puts the path into errors of calls that know only a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
+def _held(path: str | Path, flags: int, at: int | None = None) -> Iterator[int]:
+    """A descriptor through which nothing is written, so that an error of its close loses nothing."""
+    descriptor = os.open(path, flags, 0o600, dir_fd=at)
+    try:
+        yield descriptor
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
 def opened(folder: str | Path, at: int | None = None, *, is_trusted: bool = False) -> Iterator[int]:
     """A folder's descriptor, for `read` and for folders in it. Unless the folder is trusted, it is opened without
     following a link, and PermissionError tells that another user could have written it."""
-    descriptor = os.open(folder, _FOLDER | (0 if is_trusted else os.O_NOFOLLOW), dir_fd=at)
-    try:
+    with _held(folder, _FOLDER | (0 if is_trusted else os.O_NOFOLLOW), at) as descriptor:
         if not is_trusted:
             _judge(descriptor, folder)
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def read(name: str, at: int, *, is_trusted: bool = False) -> bytes:
     """The bytes of a file in the folder `at`, opened and judged as `opened` does with folders."""
-    with open(os.open(name, _FILE | (0 if is_trusted else os.O_NOFOLLOW), dir_fd=at), "rb") as file:
+    with _held(name, _FILE | (0 if is_trusted else os.O_NOFOLLOW), at) as descriptor:
         if not is_trusted:
-            _judge(file.fileno(), name)
-        return file.read()
+            _judge(descriptor, name)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
 
 
 def _judge(descriptor: int, name: str | Path) -> None:
-    if why := _fault_of(os.fstat(descriptor)):
+    if why := _fault_of(descriptor, os.fstat(descriptor)):
         raise PermissionError(f"{name} {why}")
 
 
@@ -114,9 +158,15 @@ def make(folder: Path, mode: int) -> None:
 def write(path: Path, content: bytes, mode: int) -> None:
     """Writes a file that must not be there yet, with this mode whatever the umask is."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, mode), "wb") as file:
+    with named(path), open(os.open(path, flags, mode), "wb") as file:
         os.fchmod(file.fileno(), mode)
         file.write(content)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder as far as possible; `sweep` removes the rest of a `scratch` later."""
+    with contextlib.suppress(OSError):  # rmtree ignores errors, but not those of its own descriptors
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -124,9 +174,9 @@ def locked(folder: Path, name: str, *, is_blocking: bool = True) -> Iterator[Non
     """Holds the lock file `name` of a folder, made where it is missing and never changed. BlockingIOError where another
     holds it and `is_blocking` is False."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with opened(folder) as at, open(os.open(name, flags, 0o600, dir_fd=at), "rb+", buffering=0) as file:
+    with opened(folder) as at, _held(name, flags, at) as file:
         with contextlib.suppress(PermissionError):  # another user's, where a cache is not private
-            os.fchmod(file.fileno(), 0o600)
+            os.fchmod(file, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX | (0 if is_blocking else fcntl.LOCK_NB))
         owner = os.getpid()
         try:
@@ -153,19 +203,17 @@ def scratch(parent: Path | None, prefix: str) -> Iterator[Path]:
     that killed processes left."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
-            descriptor = os.open(folder, _FOLDER)
-            stack.callback(os.close, descriptor)
-            with contextlib.suppress(OSError):  # no locks here (NFS): `sweep` leaves all folders alone
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            os.stat(folder)  # missing if a sweep came between
-            held = stack.pop_all()
-            break
-    with held:
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(remove, folder)
+            try:
+                descriptor = stack.enter_context(_held(folder, _FOLDER))
+                with contextlib.suppress(OSError):  # no locks here (NFS): `sweep` leaves all folders alone
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                os.stat(folder)
+            except FileNotFoundError:  # a sweep came between
+                continue
             yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            return
 
 
 def sweep(parent: Path, prefix: str) -> None:
@@ -176,7 +224,7 @@ def sweep(parent: Path, prefix: str) -> None:
         with contextlib.suppress(OSError), opened(path) as descriptor:
             if os.fstat(descriptor).st_uid == os.geteuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
 
 def listed(folder: Path) -> list[Path]:

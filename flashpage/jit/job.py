@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shlex
@@ -83,12 +84,11 @@ class Job:
         compile = f"{shlex.join(self.command)} > {log} 2>&1"
         return f": > {started}; {compile}; s=$?; echo $s > {status}; [ $s = 0 ] && {move}"
 
-    def run(self) -> None:
-        """Runs the compiler; `finish` tells success from failure."""
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        """Starts the compiler, and waits for it at the end; `finish` tells success from failure."""
         waits_for_compiler = "trap : TERM; "  # when both are ended, the shell ends last
         command = ["sh", "-c", waits_for_compiler + self._shell_line]
-        with process.running(command, self.folder.parent, subprocess.DEVNULL):
-            pass
+        return process.running(command, self.folder.parent, subprocess.DEVNULL)
 
     def ninja_rule(self) -> str:
         """`build` statement and command, with the job's key as description (what ninja prints when it is done)."""
@@ -99,7 +99,8 @@ class Job:
 
     def finish(self, store: Store) -> Entry:
         """Publishes the binary; raises CompileError, with the log kept, where there is none."""
-        log = self.log.read_text(errors="replace") if self.log.exists() else ""
+        with files.named(self.log):
+            log = self.log.read_text(errors="replace") if self.log.exists() else ""
         if not self.binary.exists():
             raise self._failure(store, log)
         meta = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import shutil
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from .. import native
 from ..base import env
 from ..base.errors import DeviceError
 from ..kernels.spec import KernelSpec
-from . import driver, manifest
+from . import driver, files, manifest
 from .build import build_kernels, obtain
 from .cache import Entry, Store, aot_store, jit_store
 from .job import missing_error
@@ -41,6 +41,16 @@ class LoadedKernel:
 _kernels: dict[tuple[KernelSpec, Device], LoadedKernel] = {}
 _locks: defaultdict[tuple[KernelSpec, int | None], threading.Lock] = defaultdict(threading.Lock)
 _locks_lock = threading.Lock()
+
+
+def _forget_locks() -> None:
+    """In a forked child: threads that held locks are not there to let them go."""
+    global _locks_lock
+    _locks_lock = threading.Lock()
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 def get_kernel(spec: KernelSpec, device: Device = None) -> LoadedKernel:
@@ -151,7 +161,7 @@ def _load(entry: Entry, index: int | None) -> LoadedKernel:
         native.check(native.load().fp_kernel_describe(handle, ctypes.byref(info)))
     finally:
         if not entry.is_kept:
-            shutil.rmtree(entry.folder, ignore_errors=True)
+            files.remove(entry.folder)
     manifest.note_use(spec, target)
     return LoadedKernel(spec, target, handle, info, library)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,16 @@ _VERSION = 1
 _MAX_BYTES = 64 << 20
 _MAX_KERNELS = 10_000
 _used: dict[tuple[KernelSpec, Target], None] = {}  # in order of first use
-_lock = threading.Lock()
 
 
 def note_use(spec: KernelSpec, target: Target) -> None:
     """Called once for each kernel that is loaded."""
-    with _lock:
-        _used[spec, target] = None
+    _used[spec, target] = None
 
 
 def used_specs() -> list[tuple[KernelSpec, Target]]:
     """The kernels that this process has loaded, in order."""
-    with _lock:
-        return list(_used)
+    return list(_used)
 
 
 def write_manifest(path: str | os.PathLike[str], kernels: Iterable[tuple[KernelSpec, Target]] | None = None) -> int:

@@ -96,6 +96,9 @@ def running(
         if child is not None:
             _end(child)
         raise
+    finally:
+        if child is not None and child.stdout is not None:
+            child.stdout.close()
 
 
 def _supervised(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -14,7 +15,20 @@ _BAR_CELLS = 30
 def say(text: str) -> None:
     """Writes one line to stderr."""
     if not env.is_off("FLASHPAGE_PROGRESS"):
-        print(f"flashpage: {text}", file=sys.stderr, flush=True)
+        _write(f"flashpage: {text}\n")
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a broken pipe or a closed file must not end a compile
+        if sys.stderr is not None:  # daemons and windows have none
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _is_terminal() -> bool:
+    with contextlib.suppress(ValueError):
+        return sys.stderr is not None and sys.stderr.isatty()
+    return False
 
 
 class Bar:
@@ -24,7 +38,7 @@ class Bar:
         self._total, self._done, self._failed, self._what = total, 0, 0, what
         self._start = time.monotonic()
         self._is_shown = not env.is_off("FLASHPAGE_PROGRESS")
-        self._is_redrawn = sys.stderr.isatty()
+        self._is_redrawn = _is_terminal()
         self._draw("")
 
     def advance(self, name: str, *, failed: bool = False) -> None:
@@ -35,7 +49,7 @@ class Bar:
 
     def close(self) -> None:
         if self._is_shown and self._is_redrawn:
-            sys.stderr.write("\r\033[K")
+            _write("\r\033[K")
         failed = f", {self._failed} failed" if self._failed else ""
         seconds = time.monotonic() - self._start
         say(f"{self._what}: {self._done - self._failed} of {self._total} in {seconds:.1f} s{failed}")
@@ -44,5 +58,4 @@ class Bar:
         if self._is_shown and self._is_redrawn:
             filled = _BAR_CELLS * self._done // max(self._total, 1)
             bar = "█" * filled + "░" * (_BAR_CELLS - filled)
-            sys.stderr.write(f"\r\033[K{self._what} {bar} {self._done}/{self._total} {name[:60]}")
-            sys.stderr.flush()
+            _write(f"\r\033[K{self._what} {bar} {self._done}/{self._total} {name[:60]}")

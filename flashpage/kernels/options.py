@@ -244,6 +244,19 @@ def check_rope(rope_scale: Any, rope_theta: Any) -> tuple[float, float]:
     return checks.real("rope_scale", scale, positive=True), checks.real("rope_theta", theta, positive=True)
 
 
+def checked_values(before: RunOptions, **changed: Any) -> RunOptions:
+    """A caller's values for this run and later ones, judged before they replace the ones so far."""
+    values = before._replace(**changed)
+    check_scale(values.sm_scale, 1)
+    check_rope(values.rope_scale, values.rope_theta)
+    return values._replace(
+        causal=checks.flag("causal", values.causal),
+        window_left=check_window(values.window_left),
+        logits_soft_cap=check_soft_cap(values.logits_soft_cap),
+        pos_encoding_mode=checks.position_encoding(values.pos_encoding_mode),
+    )
+
+
 def check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> int:
     """Turns fixed_split_size, which counts pages (ragged: tokens), to tokens; None and -1: balanced. No context is
     longer than _LONGEST."""

@@ -18,7 +18,7 @@ from ..run.checks import NO_SCALES, check_output
 from ..variants.row_mask import WITHIN, RowMask
 from ..wrappers.base import Attention
 from ..wrappers.plan_arguments import Checked, PrefillArguments
-from .layout import ContextLayout, LocalPages
+from .layout import ContextLayout, LocalPages, check_lists
 from .mask import Visible
 from .merge import StateGroup
 
@@ -145,8 +145,10 @@ class ContextParallelAttention(Unique):
         if self._has_all_pages:
             local = layout.pages(kv_indptr, kv_indices, seq_lens)
         else:
+            check_lists(kv_indptr, kv_indices)
             local = LocalPages(kv_indptr, kv_indices, layout.tokens(seq_lens).int())
-        visible = Visible.of(layout, q_indptr, seq_lens, bool(causal), check_window(window_left))
+        is_causal, window = checks.flag("causal", causal), check_window(window_left)
+        visible = Visible.of(layout, q_indptr, seq_lens, is_causal, window)
         mask = row_runs = None
         if visible is not None:
             runs = visible.runs(q_indptr)
@@ -260,6 +262,8 @@ def _on_host(
                 "negative: pass the tokens of each request" if steps is tensor else "smaller than the entry before it"
             )
             raise PlanError(f"{name}[{i}]={int(tensor[i])} is {what}.")
+    if batch and int(seq_lens.max()) >= 2**31:
+        raise PlanError(f"seq_lens reaches {int(seq_lens.max())}: a request has less than 2**31 tokens.")
     return kv_indptr, seq_lens.long(), qo_indptr.long()
 
 

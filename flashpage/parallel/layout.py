@@ -97,6 +97,7 @@ class ContextLayout:
             )
         for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("seq_lens", seq_lens)):
             checks.tensor(tensor, name, PlanError)
+        check_lists(kv_indptr, kv_indices)
         begin, seq_lens = kv_indptr[:-1].long(), seq_lens.long()
         counts = (seq_lens + self.page_size - 1) // self.page_size
         short = (counts > kv_indptr[1:].long() - begin).nonzero().flatten()
@@ -114,3 +115,19 @@ class ContextLayout:
         indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device="cpu")
         indptr[1:] = torch.bincount(request[is_here], minlength=len(counts)).cumsum(0)
         return LocalPages(indptr, kv_indices[chosen.to(kv_indices.device)], self.tokens(seq_lens).int())
+
+
+def check_lists(kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> None:
+    """Checks that the lists, which begin where kv_indptr says, lie within kv_indices."""
+    if kv_indices.dim() != 1 or kv_indices.dtype not in (torch.int32, torch.int64):
+        raise PlanError(
+            f"kv_indices has shape {tuple(kv_indices.shape)} and dtype {kv_indices.dtype}: "
+            "pass int32 or int64 of one dimension."
+        )
+    if int(kv_indptr[0]) < 0:
+        raise PlanError(f"kv_indptr[0]={int(kv_indptr[0])} is negative: start at 0 (or at the request's offset).")
+    if len(kv_indices) < int(kv_indptr[-1]):
+        raise PlanError(
+            f"kv_indices has {len(kv_indices)} entries but kv_indptr ends at {int(kv_indptr[-1])}: "
+            "pass every page number."
+        )

@@ -44,7 +44,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     lengths = begins.diff()
     if begins[0] != 0 or bool((lengths < 0).any()) or int(begins[-1]) != bits.numel():
         raise RunError(
-            f"indptr={begins.tolist() if begins.numel() <= 9 else '...'} does not cut x's {bits.numel()} values: "
+            f"indptr begins at {int(begins[0])} and ends at {int(begins[-1])}, and x has {bits.numel()} values: "
             "start at 0, never decrease, and end at the number of values."
         )
     packed, byte_indptr = pack_segments(bits, lengths, bitorder)

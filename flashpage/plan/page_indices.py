@@ -45,8 +45,25 @@ class Mask(NamedTuple):
             raise PlanError("custom_mask and packed_custom_mask each say what a row sees: pass one of them.")
         return Mask(custom_mask) if packed_custom_mask is None else Mask(packed_custom_mask, True)
 
+    def of_one(self, name: str, q_len: int, kv_len: int) -> Mask:
+        """The mask of a batch of one request, which may have the two dimensions of its scores."""
+        if self.is_packed or not isinstance(self.values, torch.Tensor) or self.values.dim() == 1:
+            return self
+        if self.values.shape != (q_len, kv_len):
+            raise PlanError(
+                f"{name} has shape {tuple(self.values.shape)}: pass [{q_len}, {kv_len}], or its values joined."
+            )
+        return Mask(self.values.reshape(-1))
+
 
 KEEP_MASK = Mask(None)  # the bits in the wrapper's buffer: engines copy them there
+
+
+def kept(indices: Any, name: str) -> Any:
+    """Page numbers for a plan that is made again later. Those that a card reads in place stay the caller's."""
+    indices = checks.tensor(tensor_memory.waited(indices), name, PlanError).resolve_neg()
+    tensor_memory.address(indices, name, PlanError)
+    return indices if not indices.is_cpu and indices.dtype is torch.int32 else indices.clone()
 
 
 class KvIndices:

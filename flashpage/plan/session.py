@@ -278,9 +278,15 @@ class Planner:
         if self._indices_name:
             self.indices.judge(kv_indices, struct.kv_begin, struct.kv_end, self._indices_name)
 
+    @property
+    def needs_judged_mask(self) -> bool:
+        """Whether a mask is judged before the plan, and not only when it is taken: captured launches read its buffer,
+        or its kernel may have to be compiled."""
+        return self.is_graph or not self.active[0].generation
+
     def judge_mask(self, mask: Mask, lengths: Given) -> None:
-        """Graph mode: a mask that the next lengths refuse must not change what captured launches read."""
-        if self.mask.buffer is None:
+        """Raises for a mask that does not fit the next lengths. It changes nothing that captured launches read."""
+        if self.is_graph and self.mask.buffer is None:
             self.invalidate()
             raise PlanError("custom_mask with use_cuda_graph=True needs custom_mask_buf: pass it to the constructor.")
         self._judge_lengths(lengths)

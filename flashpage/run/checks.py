@@ -197,8 +197,9 @@ def check_places(
         raise RunError(
             f"batch_indices reaches {int(requests.max())} but the batch has {batch} requests: number them from 0."
         )
-    pages = kv_indptr[:-1][requests] + torch.div(places, k.page_size, rounding_mode="floor")
-    wrong = (places < 0) | (pages >= kv_indptr[1:][requests]) | (pages >= kv_indices.shape[0])
+    first, end = kv_indptr[:-1][requests].long(), kv_indptr[1:][requests]
+    pages = first + torch.div(places, k.page_size, rounding_mode="floor")
+    wrong = (places < 0) | (first < 0) | (pages >= end) | (pages >= kv_indices.shape[0])
     if bool(wrong.any()):
         i = int(wrong.nonzero()[0])
         raise RunError(

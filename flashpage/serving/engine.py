@@ -13,7 +13,7 @@ from .backend import AttentionBackend
 from .blocks import BlockPool
 from .forward_batch import AttentionLayer
 from .paged_attention import PagedAttention
-from .request import Request
+from .request import Request, State
 from .runner import Model, ModelRunner, layers_of
 from .scheduler import Scheduler
 from .token_pool import RequestTable, TokenPool
@@ -83,13 +83,15 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request."""
+        if request.state is not State.NEW:
+            raise FlashpageError(f"the request is {request.state.value}: add a new Request, each one once.")
         most = min(self.config.max_context, (self.config.num_blocks - 1) * self.config.block_size)
         if not request.prompt or request.max_new_tokens < 1 or request.max_len > most:
             raise FlashpageError(
                 f"the request has {request.prompt_len} prompt tokens and max_new_tokens={request.max_new_tokens}. "
                 f"Pass at least one of each, together at most {most} (max_context and the pool)."
             )
-        self.scheduler.waiting.append(request)
+        self.scheduler.add(request)
 
     def cancel(self, request: Request) -> None:
         """Drops a request that has not ended; call it between two steps. The request keeps its tokens so far."""
@@ -101,13 +103,15 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[Request]:
-        """Runs one step of the model; returns the requests that ended with it."""
+        """Runs one step of the model; returns the requests that ended with it. After an error of the model, the next
+        step computes the same tokens again."""
         works = self.scheduler.schedule()
         if not works:
             return []
+        tokens = self.runner.run(works)
         self._steps += 1
         self._computed += sum(work.end - work.begin for work in works)
-        return self.scheduler.commit(works, self.runner.run(works))
+        return self.scheduler.commit(works, tokens)
 
     def run(self, requests: Sequence[Request] = (), progress: Callable[[int], None] = lambda running: None) -> None:
         """Runs steps until all requests have ended, these included; `progress` gets the number of running requests."""

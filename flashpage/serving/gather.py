@@ -36,12 +36,13 @@ def gather_slots(
         starts: [batch], tokens to skip at the front, multiples of page_size; None: none.
         page_size: tokens in a page; its tokens lie in adjacent slots, the first at a multiple of page_size.
     """
-    batch = rows.numel()
+    page_size = checks.whole("page_size", page_size, 1, error=RunError)
+    batch = checks.tensor(rows, "rows", RunError).numel()
     given = {"table": table, "rows": rows, "indptr": indptr, "indices": indices}
     if starts is not None:
         given["starts"] = starts
     for name, tensor in given.items():
-        _check(name, tensor, 2 if name == "table" else 1, table.device)
+        _check(name, tensor, 2 if name == "table" else 1, rows.device)
     for name, count in (("indptr", batch + 1), ("starts", batch)):
         if name in given and given[name].numel() != count:
             raise RunError(f"{name} has {given[name].numel()} entries but rows has {batch}: pass {count}.")
@@ -89,7 +90,7 @@ def _check_numbers(
     page_size: int,
 ) -> None:
     """Checks the numbers themselves, which is possible on the host only."""
-    counts = indptr.diff()
+    counts = indptr.long().diff()
     if int(indptr[0]) < 0 or bool((counts < 0).any()) or int(indptr[-1]) > indices.numel():
         raise RunError(f"indptr must rise from 0 to at most {indices.numel()}, the entries of indices.")
     if int(rows.min()) < 0 or int(rows.max()) >= len(table):

@@ -81,6 +81,8 @@ class GraphRunner:
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether a captured size holds the batch."""
         fits = batch.batch_size <= self.batch_sizes[-1] and batch.encoder_slots is None
+        if self.mode is ForwardMode.VERIFY and batch.tree_mask is None:
+            return False  # captured steps of this mode read a mask
         return fits and batch.mode is self.mode and bool((batch.new_lens == self.new_len).all())
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..base.errors import RunError
 from .forward_batch import ForwardBatch
 from .gather import gather_slots
 from .kv_parts import KvPart, Span, span_of
@@ -44,6 +45,12 @@ class IndicesUpdater:
         if prefix_only:
             span = Span(span.starts, span.lens - batch.new_lens)
         lens = span.lens.numpy()  # numpy needs a tenth of torch's time for so few numbers
+        ends = lens if span.starts is None else lens + span.starts.numpy()
+        if ends.size and ends.max() > self.table.max_context:  # a card would read and write past its memory
+            raise RunError(
+                f"seq_lens reaches {ends.max()} tokens but a row of the request table holds {self.table.max_context}: "
+                "pass shorter requests, or make the table with a larger max_context."
+            )
         indptr = indptr_of(torch.from_numpy(-(-lens // self.page_size)))
         last_page_len = torch.from_numpy(np.where(lens > 0, (lens - 1) % self.page_size + 1, 0))
         device = self.table.slots.device

@@ -11,6 +11,7 @@ import hashlib
 class State(enum.Enum):
     """The state of a request."""
 
+    NEW = "new"  # no engine has it
     WAITING = "waiting"  # nothing of it is in the pool; preempted requests return to this state
     RUNNING = "running"
     FINISHED = "finished"
@@ -25,8 +26,9 @@ class Request:
     max_new_tokens: int
     stop_tokens: frozenset[int] = frozenset()
     tokens: list[int] = dataclasses.field(init=False)  # the prompt, then generated tokens
-    state: State = State.WAITING
+    state: State = State.NEW
     row: int = -1  # in the request table
+    is_in_table: bool = False  # whether that row has the slots of the computed tokens
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0  # tokens whose K and V are in the blocks
     num_preemptions: int = 0

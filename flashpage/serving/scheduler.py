@@ -16,7 +16,7 @@ class Work(NamedTuple):
     request: Request
     begin: int
     end: int
-    is_first: bool  # first work since admission: the request table has none of its slots yet
+    is_first: bool  # no step has succeeded since admission: the request table has none of its slots
 
 
 class Scheduler:
@@ -33,13 +33,18 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = self.num_reused_tokens = 0
 
+    def add(self, request: Request) -> None:
+        """Queues a new request."""
+        request.state = State.WAITING
+        self.waiting.append(request)
+
     def cancel(self, request: Request) -> None:
-        """Removes a request in any state."""
+        """Ends a request that has not ended."""
         if request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.RUNNING:
             self._leave(request)
-        else:
+        elif request.state is not State.NEW:
             return
         request.state = State.CANCELLED
 
@@ -51,7 +56,7 @@ class Scheduler:
             request = self.running[len(works)]
             count = min(request.num_pending, budget)
             if self._make_room(request, request.num_computed + count):
-                works.append(Work(request, request.num_computed, request.num_computed + count, False))
+                works.append(Work(request, request.num_computed, request.num_computed + count, not request.is_in_table))
                 budget -= count
         while self.num_preemptions == preemptions and self.waiting and budget > 0:
             work = self._admit(self.waiting[0], budget)
@@ -65,7 +70,7 @@ class Scheduler:
         """Ends a step: next_tokens[i] follows the last token of works[i]. Returns the requests that have ended."""
         ended = []
         for (request, begin, end, _), token in zip(works, next_tokens, strict=True):
-            request.num_computed = end
+            request.num_computed, request.is_in_table = end, True
             self._publish(request, begin // self.block_size)
             if request.num_pending:
                 continue  # a chunk of a prompt: the next token is already known
@@ -123,4 +128,4 @@ class Scheduler:
         self.running.remove(request)
         self.table.release(request.row)
         self.blocks.release(request.blocks)
-        request.row, request.blocks = -1, []
+        request.row, request.blocks, request.is_in_table = -1, [], False

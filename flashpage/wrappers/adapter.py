@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..kernels.options import Options, RunOptions, check_rope, check_scale, check_soft_cap, check_window
+from ..kernels.options import Options, RunOptions, check_window, checked_values
 from .base import PAGED, Attention
 from .engine_access.attributes import EngineState
 from .plan_arguments import Arguments
@@ -90,11 +90,7 @@ class Adapter(EngineState):
         """Sets the attributes for this run and later ones, defaults included, as FlashInfer's `forward` does."""
         if changed.get("pos_encoding_mode") is None:
             changed["pos_encoding_mode"] = self._pos_encoding_mode
-        check_scale(changed["sm_scale"], 1)
-        check_rope(changed["rope_scale"], changed["rope_theta"])
-        changed["window_left"] = check_window(changed["window_left"])
-        changed["logits_soft_cap"] = check_soft_cap(changed["logits_soft_cap"])
-        self._now = self._now._replace(**changed)
+        self._now = checked_values(self._now, **changed)
 
     def _values(self, window_left: int | None) -> RunOptions:
         """The options of this run."""

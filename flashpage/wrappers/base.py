@@ -151,10 +151,11 @@ class Attention(Unique):
             self._configure(options)
         self.values = values
         if non_blocking is not True:
+            session.invalidate()
             checks.flag("non_blocking", non_blocking)
         if tables is not None:
             indices = session.page_numbers_of(tables, lengths, indices)
-        if mask is not None and mask is not KEEP_MASK and session.is_graph:
+        if mask is not None and mask is not KEEP_MASK and session.needs_judged_mask:
             session.judge_mask(mask, lengths)
         if row_runs is not session.batch.row_runs:
             session.batch.use_row_runs(row_runs)

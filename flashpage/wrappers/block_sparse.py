@@ -10,7 +10,7 @@ import torch
 from ..base import checks
 from ..base.errors import PlanError, RunError
 from ..base.unique import Unique
-from ..kernels.options import check_soft_cap
+from ..kernels.options import checked_values
 from ..plan.lengths import Lengths, Names, all_to_host, batch_of
 from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
@@ -174,10 +174,11 @@ class BlockSparseAttentionWrapper(Unique):
         """`run` with options that replace the planned ones, defaults included."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._attention.require_plan("forward")
-        self._values = self._values._replace(
+        self._values = checked_values(
+            self._values,
             pos_encoding_mode=pos_encoding_mode,
             window_left=-1,
-            logits_soft_cap=check_soft_cap(logits_soft_cap),
+            logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,

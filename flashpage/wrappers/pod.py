@@ -12,7 +12,7 @@ from ..base import checks
 from ..base.errors import PlanError, RunError
 from ..base.unique import Unique
 from ..plan.lengths import Lengths, all_to_host
-from ..plan.page_indices import NO_PAGES, Mask, Pages
+from ..plan.page_indices import NO_PAGES, Mask, Pages, kept
 from .base import DECODE, RAGGED, Attention
 from .graph_buffers import take_graph_buffers
 from .plan_arguments import Checked, DecodeArguments, PrefillArguments
@@ -180,8 +180,6 @@ class PODWithPagedKVCacheWrapper(Unique):
                 f"kv_layout_d={kv_layout_d!r} but the wrapper has {self._kv_layout!r}: make another wrapper for it."
             )
         self._decode.require_plan("run")
-        if isinstance(custom_mask_p, torch.Tensor):
-            custom_mask_p = custom_mask_p.reshape(-1)
         mask = Mask.of(custom_mask_p, packed_custom_mask_p)
         prefill = self._plan_prefill(
             *(q_p, k_p, v_p, checks.layout(kv_layout_p, RunError), mask),
@@ -218,6 +216,8 @@ class PODWithPagedKVCacheWrapper(Unique):
             if checks.tensor(tensor, name, RunError).dim() != 3:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
         token, head = (0, 1) if layout == "NHD" else (1, 0)
+        if mask is not None:
+            mask = mask.of_one("custom_mask_p", q.shape[0], k.shape[token])
 
         def plan(prefill: Attention) -> None:
             q_indptr, kv_indptr = (
@@ -323,7 +323,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         )
         options, values = arguments.checked()
         prefills, decodes = Lengths(*lengths[:3]), Lengths(*lengths[3:])
-        pages = Pages(kv_indices_p, non_blocking=non_blocking)
+        pages = Pages(kept(kv_indices_p, "kv_indices_p"), non_blocking=non_blocking)
         self._prefill.plan(None, lambda prefill: prefill.plan(prefills, pages, options, values))
         self._decode.plan(decodes, Pages(kv_indices_d, non_blocking=non_blocking), options, values)
         self._prefills, self._is_masked = (prefills, pages, arguments), False
@@ -364,6 +364,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         if self._prefills is not None and (mask is not None or self._is_masked):
             lengths, pages, arguments = self._prefills
             options, values = arguments._replace(has_mask=mask is not None).checked()
+            self._is_masked = True  # if the plan fails, the next run plans again
             self._prefill.plan(None, lambda prefill: prefill.plan(lengths, pages, options, values, mask))
             self._is_masked = mask is not None
         prefill = self._prefill.used()

@@ -103,8 +103,6 @@ def single_prefill_with_kv_cache(
     """
     checks.refuse_given(kv_cache_sf=kv_cache_sf, use_fp16_qk_reduction=use_fp16_qk_reduction)
     checks.backend(backend)
-    if custom_mask is not None and isinstance(custom_mask, torch.Tensor):
-        custom_mask = custom_mask.reshape(-1)
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
     options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": own}
     options |= {"causal": causal, "o_data_type": o_dtype}
@@ -135,6 +133,8 @@ def _run(
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, [rows, heads, head_dim].")
     checks.layout(kv_layout, RunError)
     token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
+    if mask is not None:
+        mask = mask.of_one("custom_mask", q.shape[0], k.shape[token])
     arguments = PrefillArguments(
         "ragged",
         q.shape[1],

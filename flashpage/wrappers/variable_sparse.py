@@ -10,7 +10,7 @@ import torch
 from ..base import checks, tensor_memory
 from ..base.errors import PlanError, RunError
 from ..base.unique import Unique
-from ..kernels.options import check_heads, check_soft_cap
+from ..kernels.options import check_heads, checked_values
 from ..plan.lengths import Lengths, all_to_host
 from ..plan.page_indices import Pages
 from .base import Attention
@@ -164,10 +164,11 @@ class VariableBlockSparseAttentionWrapper(Unique):
         """`run` with options that replace the planned ones, defaults included."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._attention.require_plan("forward")
-        self._values = self._values._replace(
+        self._values = checked_values(
+            self._values,
             pos_encoding_mode=pos_encoding_mode,
             window_left=-1,
-            logits_soft_cap=check_soft_cap(logits_soft_cap),
+            logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
@@ -188,13 +189,29 @@ def _checked(mask: Any, rows: Any, columns: Any, num_kv_heads: int) -> tuple[tor
         )
     host: list[Any] = all_to_host([mask, rows, columns])
     for name, sizes in (("block_row_sz", host[1]), ("block_col_sz", host[2])):
-        totals = sizes.long().sum(1)
-        if sizes.shape[0] != num_kv_heads or bool((sizes < 0).any()) or bool((totals != totals[0]).any()):
-            raise PlanError(
-                f"{name} has shape {tuple(sizes.shape)} and sums {totals.tolist()}. "
-                "Pass one row for each KV head, with equal sums and no negative sizes."
-            )
+        _check_sizes(name, sizes, num_kv_heads)
     return host[0].bool(), host[1].long(), host[2].long()
+
+
+def _check_sizes(name: str, sizes: torch.Tensor, num_kv_heads: int) -> None:
+    if sizes.shape[0] != num_kv_heads or sizes.dtype not in (torch.int32, torch.int64):
+        raise PlanError(
+            f"{name} has shape {tuple(sizes.shape)} and dtype {sizes.dtype}: "
+            f"pass int32 or int64, one row for each of {num_kv_heads} KV heads."
+        )
+    sizes = sizes.long()
+    if bool((odd := (sizes < 0) | (sizes >= 2**31)).any()):
+        head, block = odd.nonzero()[0].tolist()
+        raise PlanError(f"{name}[{head}, {block}]={int(sizes[head, block])} is no size: pass 0 to 2**31 - 1.")
+    totals = sizes.sum(1)
+    if bool((differs := totals != totals[0]).any()):
+        head = int(differs.int().argmax())
+        raise PlanError(
+            f"{name} has sum {int(totals[head])} for KV head {head} but {int(totals[0])} for head 0: "
+            "pass sizes of equal sums."
+        )
+    if int(totals.sum()) >= 2**31:
+        raise PlanError(f"{name} has sum {int(totals.sum())} over all KV heads: pass less than 2**31.")
 
 
 def _pages(mask: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

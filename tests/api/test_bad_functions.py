@@ -57,6 +57,16 @@ def test_append_counts_its_writes_and_refuses_shared_memory() -> None:
         flashpage.append_paged_kv_cache(**append_arguments(paged_kv_cache=shared))
 
 
+@pytest.mark.parametrize(("begin", "position"), [(-3, 0), (-(2**31), 2), (1, 2**31 - 1)])
+def test_appends_write_within_their_pages(begin: int, position: int) -> None:
+    """A request that begins before the page numbers, and a place that 32 bits do not hold."""
+    cache, new, one = torch.zeros(12, 2, 2, 64), torch.randn(1, 2, 64), torch.zeros(1, dtype=torch.int32)
+    indptr = torch.tensor([begin, 5], dtype=torch.int32)
+    with pytest.raises(RunError, match=f"positions: {position} of request 0 lies outside the pages"):
+        flashpage.append_paged_kv_cache(new, new, one, one + position, cache, torch.arange(10).int(), indptr, one + 1)
+    assert not cache.any()
+
+
 def test_indptr_of_appends_never_falls() -> None:
     with pytest.raises(RunError, match=r"append_indptr\[2\]=3 is smaller"):
         flashpage.get_batch_indices_positions(ints(0, 5, 3), ints(5, 5), 5)

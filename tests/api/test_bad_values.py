@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bad_input import DIM, HEADS, KINDS, KV_HEADS, decode_plan, decode_run, ints
+from bad_input import DIM, HEADS, KINDS, KV_HEADS, decode_plan, decode_run, ints, workspace
 from odd_tensors import planned
 
 import flashpage
-from flashpage import PlanError, RunError, native
+from flashpage import PlanError, RunError, jit, native
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,7 @@ def test_a_plan_refuses_odd_values(argument: str, value: Any) -> None:
         with pytest.raises(PlanError, match=argument) as caught:
             wrapper.plan(**(KINDS["prefill"][1]() | {argument: value}))
         assert len(str(caught.value)) < 300
+        assert not wrapper._planner.is_planned, "a run would read the older plan"
     wrapper.plan(**KINDS["prefill"][1]())
 
 
@@ -115,6 +116,29 @@ def test_messages_are_short() -> None:
     with pytest.raises(RunError, match="list of 200000 entries") as caught:
         planned().run(numbers, decode_run()["paged_kv_cache"])
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        ({"custom_mask": torch.ones(16)}, "custom_mask has 16 values of torch.float32"),
+        ({"custom_mask": torch.ones(15).bool()}, "custom_mask has 15 values"),
+        ({"packed_custom_mask": torch.ones(2)}, "packed_custom_mask has 2 values of torch.float32"),
+        ({"packed_custom_mask": torch.ones(1).byte()}, "packed_custom_mask has 1 values"),
+        ({"custom_mask": "all"}, "custom_mask='all' is a str"),
+    ],
+)
+def test_a_mask_is_judged_before_a_kernel_is_made_for_it(
+    monkeypatch: pytest.MonkeyPatch, mask: dict[str, Any], says: str
+) -> None:
+    """A compile takes up to a minute."""
+    made: list[Any] = []
+    monkeypatch.setattr(jit, "get_kernel", lambda *arguments: made.append(arguments))
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    lengths = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 4], [0, 1], [0], [4])]
+    with pytest.raises(PlanError, match=says):
+        wrapper.plan(*lengths, 1, 1, 64, 16, q_data_type=torch.float32, **mask)
+    assert not made
 
 
 def test_fixed_split_sizes_beyond_any_context_never_cut() -> None:

@@ -53,6 +53,16 @@ def test_padding_anywhere(pair: Any) -> None:
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()])
 
 
+def test_inference_mode(pair: Any) -> None:
+    """Masks that are made there count no writes."""
+    eager, ours = pair
+    with torch.inference_mode():
+        ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
+        mask[0, :4] = 0
+        expected, got = (model(input_ids=ids, attention_mask=mask, use_cache=False).logits for model in (eager, ours))
+    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()])
+
+
 @pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("as_numbers", [False, True])
 def test_a_tree_after_a_prompt(is_paged: bool, as_numbers: bool) -> None:

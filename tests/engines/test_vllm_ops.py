@@ -311,10 +311,63 @@ def test_errors_of_outputs() -> None:
     with pytest.raises(RunError, match=r"out has shape \(4, 4, 64\)"):
         vllm_ops.paged_attention_v1(blocks.out("cpu")[1:], *blocks.arguments("cpu"))
     exp_sums, max_logits, tmp_out = partials(blocks, "cpu", spare=0)
-    with pytest.raises(RunError, match=r"tmp_out has shape \(5, 4, 0, 64\): pass \[5, 4, 1 or more\]"):
+    with pytest.raises(
+        RunError, match=r"tmp_out has shape \(5, 4, 0, 64\) and dtype torch.bfloat16: pass \[5, 4, 1 or more, 64\]"
+    ):
         vllm_ops.paged_attention_v2(
             blocks.out("cpu"), exp_sums, max_logits, tmp_out[:, :, :0], *blocks.arguments("cpu")
         )
+    for wrong in (
+        (exp_sums.double(), max_logits, tmp_out),
+        (exp_sums, max_logits.int(), tmp_out),
+        (exp_sums, max_logits, tmp_out.float()),
+        (exp_sums, max_logits, tmp_out[..., :32]),
+    ):
+        with pytest.raises(RunError, match=r"(exp_sums|max_logits|tmp_out) has shape .* and dtype .*: pass \[5, 4, 1"):
+            vllm_ops.paged_attention_v2(blocks.out("cpu"), *wrong, *blocks.arguments("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("sparse", "says"),
+    [
+        ((0, 1, 2, 0, 0), "blocksparse_block_size=0 is out of range"),
+        ((0, 1, 2, -4, 0), "blocksparse_block_size=-4 is out of range"),
+        ((-1, 1, 2, 64, 0), "tp_rank=-1 is out of range"),
+        ((0, 1, 2**33, 64, 0), "blocksparse_vert_stride=8589934592 is out of range"),
+        ((2**20, 1, 2, 64, 2**12), "shifts by more than 31 bits hold"),
+        ((0, 1, 2, 64, "x"), "blocksparse_head_sliding_step='x' is a str"),
+    ],
+)
+def test_errors_of_sparse_blocks(sparse: tuple[Any, ...], says: str) -> None:
+    """A division by zero ended the process, and too large a shift wrapped."""
+    blocks = Blocks(CASES[1])
+    with pytest.raises(RunError, match=says):
+        vllm_ops.paged_attention_v1(blocks.out("cpu"), *blocks.arguments("cpu")[:13], *sparse)
+
+
+def test_scales_of_fp8_caches_are_one_value(device: str) -> None:
+    key, value, slots = (tensor.to(device) for tensor in new_tokens(torch.bfloat16, 2, 64))
+    rows = (torch.zeros(5, 16, 2, 64, dtype=torch.uint8, device=device),) * 2
+    one = torch.ones(1, device=device)
+    for scales in ((torch.ones(2, device=device), one), (one, 0.5)):
+        with pytest.raises(RunError, match="k_scale"):
+            vllm_ops.reshape_and_cache_flash(key, value, *rows, slots, "fp8", *scales)
+
+
+def test_keys_and_values_have_one_type_and_form(device: str) -> None:
+    """V of another type, or a smaller cache of V, was written with K's sizes: past its memory."""
+    key, value, slots = (tensor.to(device) for tensor in new_tokens(torch.bfloat16, 2, 64))
+    rows, one = torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16, device=device), torch.ones(1, device=device)
+    for given, says in (
+        ((key, value.float(), rows, rows.float()), "value_cache has shape .* and dtype torch.float32"),
+        ((key, value, rows, rows[:2]), r"value_cache has shape \(2, 16, 2, 64\)"),
+        ((key, value, rows, torch.zeros_like(rows[:, :8])), r"value_cache has shape \(5, 8, 2, 64\)"),
+    ):
+        with pytest.raises(RunError, match=says):
+            vllm_ops.reshape_and_cache_flash(*given, slots, "auto", one, one)
+    bytes_of = torch.zeros(5, 16, 2, 64, dtype=torch.uint8, device=device)
+    with pytest.raises(RunError, match="value has dtype torch.float16 but key has torch.bfloat16"):
+        vllm_ops.reshape_and_cache_flash(key, value.half(), bytes_of, bytes_of.clone(), slots, "fp8", one, one)
 
 
 def test_errors_of_writes() -> None:

@@ -104,3 +104,60 @@ def test_who_is_waited_for(
     err = capfd.readouterr().err
     assert f"s, for process {first.pid}, which compiles {toy(1).name}" in err
     assert sandbox.num_compiles() == 1
+
+
+# A compiler that waits until three have started, and fails if they do not.
+SOCIAL = """#!/bin/sh
+[ "$1" = --version ] && exec g++ --version
+echo $$ >> "$COMPILES"
+for i in $(seq 200); do [ $(wc -l < "$COMPILES") -ge 3 ] && exec g++ "$@"; sleep 0.1; done
+exit 1
+"""
+HANGS = """#!/bin/sh
+[ "$1" = --version ] && exec g++ --version
+echo $$ >> "$COMPILES"
+exec sleep 60
+"""
+
+
+@pytest.fixture
+def below_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "is_watched", lambda: True)
+
+
+@pytest.mark.usefixtures("below_a_tool")
+def test_compiles_run_side_by_side_without_ninja(sandbox: Sandbox) -> None:
+    sandbox.compiler.write_text(SOCIAL)
+    results = jit.build_specs(map(toy, range(5)), [jit.host_target()], jobs=3)
+    assert all(result.entry for result in results), results[0].error
+
+
+@pytest.mark.usefixtures("below_a_tool")
+def test_an_interrupt_ends_all_compilers_that_run_side_by_side(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox.compiler.write_text(HANGS)
+
+    def interrupted(*_: object) -> None:
+        while sandbox.num_compiles() < 3:
+            time.sleep(0.02)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build._Build, "_wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        jit.build_specs(map(toy, range(5)), [jit.host_target()], jobs=3)
+    for pid in sandbox.compiles.read_text().split():
+        assert not os.path.exists(f"/proc/{pid}"), "it runs on"
+
+
+def test_a_process_that_cannot_be_started(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of processes is reached: an error of ours for each kernel, and the next compile works."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refused)
+        results = jit.build_specs([toy(1), toy(2)], [jit.host_target()])
+    assert all("Resource temporarily unavailable" in str(result.error) for result in results)
+    assert all(result.entry for result in jit.build_specs([toy(1), toy(2)], [jit.host_target()]))

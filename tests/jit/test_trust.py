@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from jit_sandbox import Sandbox, toy
@@ -110,6 +113,27 @@ def test_the_private_folder_is_kept_unless_another_was_quicker(sandbox: Sandbox)
         assert cache.jit_store().folder not in (own, sandbox.cache)
 
 
+def test_a_forked_child_leaves_its_parents_folder(sandbox: Sandbox) -> None:
+    """The folder of one process is removed when that process ends, and not by a child that was forked."""
+    code = """
+import os, sys, tempfile
+from flashpage.jit import cache
+folder = Path(os.environ["FLASHPAGE_CACHE_DIR"])
+for path in (folder, Path(tempfile.gettempdir(), f"flashpage-{os.geteuid()}")):
+    path.mkdir(exist_ok=True)
+    path.chmod(0o777)
+get(toy())
+own = cache.jit_store().folder
+if not (child := os.fork()):
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert own != folder and own.is_dir()
+print(own)
+"""
+    own = sandbox.run(code, TMPDIR=tempfile.gettempdir(), PYTHONWARNINGS="ignore")
+    assert not Path(own.strip()).exists()
+
+
 def test_a_sticky_parent_is_fine(sandbox: Sandbox) -> None:
     """A parent folder like /tmp: others cannot replace the folder in it."""
     sandbox.folder.chmod(0o1777)
@@ -128,6 +152,67 @@ def test_the_way_begins_at_the_home_folder(sandbox: Sandbox, monkeypatch: pytest
     assert files.fault(home / ".cache" / "flashpage") == ""
     home.chmod(0o777)
     assert files.fault(home / ".cache" / "flashpage").startswith(f"{home} can be written by other users")
+
+
+class _User(NamedTuple):
+    pw_name: str
+    pw_uid: int
+    pw_gid: int
+
+
+class _Group(NamedTuple):
+    gr_name: str
+    gr_mem: list[str]
+
+
+UID, GID = (os.getuid(), os.getgid()) if os.getuid() else (1000, 7000)
+ALICE, BOB = _User("alice", UID, GID), _User("bob", UID + 1, GID + 1)
+# An access list that lets BOB write: version 2, then tag, rights and id of the owner, BOB, the group, the mask, others.
+ACL = struct.pack("<I" + 5 * "HHI", 2, 1, 7, 0, 2, 7, BOB.pw_uid, 4, 7, 0, 16, 7, 0, 32, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("users", "group", "mode", "is_fine"),
+    [
+        pytest.param([ALICE, BOB], _Group("alice", []), 0o770, True, id="a private group"),
+        pytest.param([ALICE, BOB], _Group("alice", ["alice"]), 0o2775, True, id="that lists its user"),
+        pytest.param([ALICE, BOB], _Group("alice", []), 0o777, False, id="writable by all too"),
+        pytest.param([ALICE, BOB], _Group("alice", ["bob"]), 0o770, False, id="with another member"),
+        pytest.param([ALICE, BOB._replace(pw_gid=GID)], _Group("alice", []), 0o770, False, id="of another user too"),
+        pytest.param([ALICE, BOB], _Group("users", []), 0o770, False, id="of another name"),
+        pytest.param([ALICE._replace(pw_gid=100), BOB], _Group("alice", []), 0o770, False, id="not the user's own"),
+        pytest.param([BOB], _Group("alice", []), 0o770, False, id="a user without an entry"),
+    ],
+)
+def test_a_private_group_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: list[_User], group: _Group, mode: int, is_fine: bool
+) -> None:
+    """A home folder of a user whose umask is 002."""
+    folder = tmp_path / "home" / "cache"
+    files.make(folder, 0o700)
+    for path in (folder, folder.parent):
+        os.chown(path, UID, GID)
+    folder.chmod(mode)
+    monkeypatch.setenv("HOME", str(folder.parent))
+    monkeypatch.setattr(os, "geteuid", lambda: UID)
+    monkeypatch.setattr(files.pwd, "getpwuid", lambda uid: {user.pw_uid: user for user in users}[uid])
+    monkeypatch.setattr(files.pwd, "getpwall", lambda: users)
+    monkeypatch.setattr(files.grp, "getgrgid", lambda gid: {GID: group}[gid])
+    files._is_private_of.cache_clear()
+    try:
+        assert (files.fault(folder) == "") is is_fine
+        with contextlib.suppress(OSError):  # a file system without access lists
+            os.setxattr(folder, "system.posix_acl_access", ACL)
+            assert "can be written by other users" in files.fault(folder)
+    finally:
+        files._is_private_of.cache_clear()
+
+
+def test_the_group_of_root_is_not_private(tmp_path: Path) -> None:
+    """Containers give the group to users without a name."""
+    tmp_path.chmod(0o770)
+    if os.geteuid() == 0:
+        assert "can be written by other users" in files.fault(tmp_path)
 
 
 def _binary_writable(entry: cache.Entry) -> None:

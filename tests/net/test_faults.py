@@ -7,16 +7,11 @@ driver is the fake one of tests/native/fake_cuda.cpp.
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import subprocess
 import sys
-import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,11 +20,7 @@ import torch
 from bad_inputs.rows import equal, good_arguments
 from bad_inputs.scenes import Make, scenes
 from fake_driver import PRELUDE
-from jit_sandbox import Sandbox, toy
 from native_build import shared_library
-
-from flashpage import FlashpageError
-from flashpage.jit import get_kernel
 
 FAULTS = """
 faulty = ctypes.CDLL(None)
@@ -274,72 +265,3 @@ def test_every_allocation_of_torch_fails_once(name: str, device: str) -> None:
             return
         assert error is None or "no memory" in str(error), f"{failed} (call {number}) gives the wrong error: {error!r}"
     raise AssertionError("the scene never ends")
-
-
-SYSTEM_CALLS = "open mkdir rename replace write link symlink chmod fchmod utime"  # calls that fail on a full disk
-
-
-@contextmanager
-def system_call_fails(after: int) -> Iterator[list[str]]:
-    """After `after` such calls by modules of flashpage.jit, the next one fails as on a full disk; its name is put into
-    the list."""
-    failed: list[str] = []
-    left = after
-
-    def failing(name: str, original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            caller = sys._getframe(1)
-            while caller is not None and "flashpage/jit" not in caller.f_code.co_filename:
-                caller = (
-                    caller.f_back
-                    if caller.f_code.co_filename.endswith(("pathlib.py", "tempfile.py", "shutil.py"))
-                    else None
-                )
-            if caller is not None:
-                left -= 1
-                if left == -1:
-                    failed.append(name)
-                    raise OSError(errno.ENOSPC, "No space left on device")
-            return original(*args, **kwargs)
-
-        return call
-
-    with ExitStack() as patches:
-        for name in SYSTEM_CALLS.split():
-            patches.enter_context(mock.patch.object(os, name, failing(name, getattr(os, name))))
-        yield failed
-
-
-@pytest.mark.xfail(reason="a full disk is a bare OSError as long as compiles do not judge it", strict=False)
-def test_every_system_call_of_a_compile_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either the kernel is compiled, or a FlashpageError says why not. A second try compiles it and leaves no files."""
-    sandbox = Sandbox.create(tmp_path)
-    sandbox.enter(monkeypatch)
-    monkeypatch.setenv("FLASHPAGE_PROGRESS", "off")
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-
-    def kinds() -> set[str]:
-        """Names of the cache's files and folders; keys and numbers are replaced by stars."""
-        return {re.sub(r"[0-9a-f]{8,}|\d+", "*", str(path.relative_to(tmp_path))) for path in sandbox.cache.rglob("*")}
-
-    get_kernel(toy(10_000))
-    expected = kinds()
-    for number in range(200):
-        error = None
-        with system_call_fails(number) as failed, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                get_kernel(toy(number))
-            except FlashpageError as caught:
-                error = caught
-        assert error is None or "space" in str(error), f"{failed} (call {number}): {error!r}"
-        get_kernel(toy(number))
-        left = {name for name in kinds() - expected if "failed" not in name}
-        assert not left, f"{failed} (call {number}) leaves {left}"
-        assert not list((tmp_path / "tmp").iterdir()), f"{failed} (call {number})"
-        if not failed:
-            return
-    raise AssertionError("the compile never ends")

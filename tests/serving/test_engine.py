@@ -147,6 +147,43 @@ def test_cancelled_requests_leave_no_trace(model: Llama, expected: list[list[int
     check_idle(engine)
 
 
+def test_a_step_that_fails_is_computed_again(model: Llama) -> None:
+    """Also the first step of a request whose first blocks another one has computed: the table must get their slots."""
+    engine, (first, other, second) = Engine(model, EngineConfig(64)), requests_of([40, 37, 41], [8, 8, 8], shared=32)
+    engine.run([first])
+    engine.run([Request(prompts([37], seed=5)[0], 8)])  # the table's row has other slots now
+    engine.add(second)
+    engine.add(other)
+    run, failures = engine.runner.run, iter([True, False, True])
+
+    def failing(works: Any) -> list[int]:
+        if next(failures, False):
+            raise RuntimeError("out of memory")
+        return run(works)
+
+    engine.runner.run = failing  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            while True:
+                engine.step()
+    engine.run()
+    assert engine.statistics.reused_tokens == 64
+    check(model, [first, second, other], least=24)
+    check_idle(engine)
+
+
+def test_a_request_is_added_once(model: Llama) -> None:
+    engine, (request, other) = Engine(model, EngineConfig(64)), requests_of([5, 6], [3, 3])
+    engine.cancel(other)  # no engine has it
+    assert other.state is State.CANCELLED
+    engine.add(request)
+    for state in ("waiting", "running", "finished", "cancelled"):
+        with pytest.raises(FlashpageError, match=f"the request is {state}: add a new Request"):
+            engine.add(other if state == "cancelled" else request)
+        engine.run() if state == "running" else engine.step()
+    check_idle(engine)
+
+
 def test_requests_that_come_later_join_the_batch(model: Llama) -> None:
     engine = Engine(model, EngineConfig(64, use_graphs=False))
     requests = requests_of(LENS, NEW)

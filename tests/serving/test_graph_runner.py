@@ -130,6 +130,7 @@ def test_captured_verifying(device: str) -> None:
         mask = tree_mask([shapes[(i + step) % 4] for i in range(count)], lens)
         batch = on_host(past, part.batch(ForwardMode.VERIFY, [4] * count, lens, tree_mask=mask), step)
         assert runner.can_run(batch)
+        assert not runner.can_run(dataclasses.replace(batch, tree_mask=None))  # the captured step reads a mask
         expected = model.eager(batch)
         assert_same(runner.run(batch), expected)
         chain = dataclasses.replace(batch, tree_mask=tree_mask([shapes[1]] * count, lens))

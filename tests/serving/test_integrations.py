@@ -78,6 +78,8 @@ def test_gathering_tells_bad_numbers() -> None:
         ((table, one, indptr * 40, room), "indptr must rise from 0 to at most 8"),
         ((table, one, indptr, room, None, 32), "past the 32 tokens"),
         ((table, one, indptr, room, one * 31), "past the 32 tokens"),
+        ((table, one, indptr, room, None, 0), "page_size=0 is out of range"),
+        ((table, one, torch.tensor([0, 3]).int(), room, None, 2**30), "past the 32 tokens"),
         ((table, one, indptr, room, indptr), "starts has 2 entries but rows has 1: pass 1"),
     ):
         with pytest.raises(RunError, match=told):
@@ -242,9 +244,26 @@ def test_verifying_a_tree(device: str) -> None:
     check(found, q, past, PLAIN, batch, [0] * 4, lens, masks=masks)
 
 
+@pytest.mark.parametrize("layer", [PLAIN, dataclasses.replace(PLAIN, window_left=20)], ids=["all", "window"])
+def test_requests_longer_than_the_table_are_told(layer: AttentionLayer, device: str) -> None:
+    """A card would gather page numbers from the next row, and write them past a captured step's buffer."""
+    past = Past.make([40, 17], device, 16, 1)
+    backend = PagedAttention(past.table, past.pool, [layer], dtype_of(device))
+    batch = past.batch(ForwardMode.DECODE, [1, 1], [40, 17])
+    most = past.table.max_context
+    backend.init_forward_metadata(dataclasses.replace(batch, seq_lens=torch.tensor([40, most], dtype=torch.int32)))
+    with pytest.raises(RunError, match=f"seq_lens reaches {most + 1} tokens but .* holds {most}: pass shorter"):
+        longer = torch.tensor([40, most + 1], dtype=torch.int32)
+        backend.init_forward_metadata(dataclasses.replace(batch, seq_lens=longer))
+
+
 def test_parents_come_first() -> None:
     with pytest.raises(ValueError, match=r"parents\[0\]\[1\]=1"):
         tree_mask([[-1, 1]], [2])
+    with pytest.raises(ValueError, match=r"seq_lens\[0\]=1 is less than its 2 guesses"):
+        tree_mask([[-1, 0]], [1])
+    with pytest.raises(ValueError, match="parents has 1 requests but seq_lens has 2"):
+        tree_mask([[-1, 0]], [5, 6])
 
 
 def test_fp8_pool_with_scales(device: str) -> None:

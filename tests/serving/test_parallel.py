@@ -246,6 +246,29 @@ def test_refusals(call: Callable[[], Any], error: type[Exception], message: str,
         call()
 
 
+@pytest.mark.parametrize("pages", ["all", "own"])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"kv_indptr": torch.tensor([-3, 2])}, r"kv_indptr\[0\]=-3 is negative"),
+        ({"kv_indices": torch.tensor([1])}, "kv_indices has 1 entries but kv_indptr ends at 2"),
+        ({"kv_indices": torch.tensor([1.0, 2.0])}, "kv_indices has shape .* and dtype torch.float32"),
+        ({"seq_lens": torch.tensor([2**40])}, "seq_lens reaches 1099511627776"),
+    ],
+    ids=["negative", "short", "floats", "huge"],
+)
+def test_lists_lie_within_the_page_numbers(wrong: dict[str, Any], says: str, pages: str, group_of_one: None) -> None:
+    """A negative place counted from the end of the page numbers, and a length of 2**40 wrapped to 0 tokens."""
+    wrapper = parallel.ContextParallelAttention(workspace(), pages=pages)
+    given = {
+        "kv_indptr": torch.tensor([0, 2]),
+        "kv_indices": torch.tensor([1, 2, 3, 4]),
+        "seq_lens": torch.tensor([20]),
+    }
+    with pytest.raises(PlanError, match=says):
+        wrapper.plan(**given | wrong, num_qo_heads=2, num_kv_heads=2, head_dim=64, page_size=16, window_left=3)
+
+
 def test_a_failed_plan_is_no_plan(group_of_one: None) -> None:
     wrapper, batch = planned(DECODE)
     with pytest.raises(PlanError, match=r"seq_lens\[1\]=-1 is negative"):

@@ -21,7 +21,9 @@ def attend(layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     """Attention of a padded batch, [batch, q_length, num_q_heads, head_dim_vo]."""
     mask, (batch, _, q_length, _), kv_length = layer.mask, query.shape, key.shape[2]
     planned = plans.shared(query.device, ("ragged", layer.call, layer.window_left), is_paged=False)
-    identity = (mask, -1 if mask is None else mask._version, batch, q_length, kv_length)
+    # Inference tensors count no writes; one forward makes its own.
+    version = -1 if mask is None or mask.is_inference() else mask._version
+    identity = (mask, version, batch, q_length, kv_length)
     if planned.is_for(identity):
         rows = planned.batch
     else:

@@ -50,6 +50,11 @@ def row_sizes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> BlockSizes:
     for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
         if checks.tensor(tensor, name, RunError).dim() != 4:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [num_blocks, block_size, heads, head_size].")
+    if value_cache.shape[:3] != key_cache.shape[:3] or value_cache.dtype != key_cache.dtype:
+        raise RunError(
+            f"value_cache has shape {tuple(value_cache.shape)} and dtype {value_cache.dtype}. "
+            f"Pass the blocks, tokens and heads {tuple(key_cache.shape[:3])} and dtype {key_cache.dtype} of key_cache."
+        )
     blocks, block_size, heads, head_size = key_cache.shape
     return BlockSizes(blocks, heads, head_size, block_size)
 
@@ -72,6 +77,12 @@ def element_type(cache: torch.Tensor, kv_cache_dtype: str) -> torch.dtype:
     return FP8[kv_cache_dtype]
 
 
+def check_pair(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Checks that one kernel can read both."""
+    if checks.tensor(key, "key", RunError).dtype != checks.tensor(value, "value", RunError).dtype:
+        raise RunError(f"value has dtype {value.dtype} but key has {key.dtype}: pass equal types.")
+
+
 def check_rows(rows: torch.Tensor, cache: torch.Tensor, kv_cache_dtype: str, name: str) -> torch.dtype:
     """Checks keys or values, [tokens, num_kv_heads, head_size]; returns the element type of the cache."""
     dtype = element_type(cache, kv_cache_dtype)
@@ -92,7 +103,17 @@ def stored(
     if kv_cache_dtype == "auto":
         return rows
     most = torch.finfo(dtype).max
-    return (rows.float() / scale.float()).clamp(-most, most).to(dtype).view(cache.dtype)
+    return (rows.float() / scale_on(rows.device, scale)).clamp(-most, most).to(dtype).view(cache.dtype)
+
+
+def scale_on(device: torch.device, scale: torch.Tensor) -> torch.Tensor:
+    """The scale of an fp8 cache as one fp32 value on the device."""
+    if scale.__class__ is not torch.Tensor or scale.numel() != 1:
+        checks.tensor(scale, "k_scale and v_scale", RunError)
+        raise RunError(f"k_scale or v_scale has shape {tuple(scale.shape)}: pass one value for the whole cache.")
+    if scale.dtype == torch.float32 and scale.device == device:
+        return scale
+    return scale.to(device, torch.float32)
 
 
 def write_blocks(
@@ -111,6 +132,7 @@ def write_blocks(
         stored(key, key_cache, kv_cache_dtype, k_scale, "key"),
         stored(value, value_cache, kv_cache_dtype, v_scale, "value"),
     )
+    check_pair(key, value)
     slots = checked_slots(slot_mapping, rows, sizes, sizes.head_size)
     if slots.numel() == 0:
         return
@@ -142,6 +164,7 @@ def write_rows(
         stored(key, key_cache, kv_cache_dtype, k_scale, "key"),
         stored(value, value_cache, kv_cache_dtype, v_scale, "value"),
     )
+    check_pair(key, value)
     blocks = sizes.num_blocks
     slots = checked_slots(slot_mapping, rows, sizes, value_cache.shape[3])
     device, whole = slots.device, torch.int32

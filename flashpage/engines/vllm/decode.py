@@ -55,7 +55,7 @@ def attention(given: Sequences, out: torch.Tensor, partials: Partials | None) ->
     """paged_attention_v1 (partials None) or _v2. Tokens past max_seq_len or block_tables are not read."""
     query, keys, values = given.query, given.key_cache, given.value_cache
     rows = query.device, query.dtype, query.shape[1:], query.stride(), out.stride()
-    caches = keys.dtype, keys.shape, keys.stride(), values.shape, values.stride()
+    caches = keys.device, keys.dtype, keys.shape, keys.stride(), values.device, values.shape, values.stride()
     key = rows, caches, given.num_kv_heads, given.block_size, given.kv_cache_dtype, given.sparse, partials is None
     bound: dict[Any, _Attention] = _local.__dict__.setdefault("attention", {})
     call = bound.get(key)
@@ -158,7 +158,7 @@ class _Attention:
             given = given._replace(block_tables=tables, seq_lens=lens)
         if not self.has_scales:
             return given
-        scales = [scale_on(self.device, scale) for scale in (given.k_scale, given.v_scale)]
+        scales = [cache_layout.scale_on(self.device, scale) for scale in (given.k_scale, given.v_scale)]
         return given if scales[0] is given.k_scale and scales[1] is given.v_scale else given._replace(
             k_scale=scales[0], v_scale=scales[1]
         )  # fmt: skip
@@ -172,13 +172,6 @@ class _Attention:
         if slopes is not None:
             check_slopes(slopes, self.num_heads)
             checks.same_device(slopes, self.device, "alibi_slopes", RunError)
-
-
-def scale_on(device: torch.device, scale: torch.Tensor) -> torch.Tensor:
-    """The scale as one fp32 value on the device."""
-    if scale.dtype == torch.float32 and scale.device == device:
-        return scale
-    return scale.to(device, torch.float32)
 
 
 def _whole(numbers: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,20 @@ class BlockSparse(NamedTuple):
     def is_sparse(self) -> bool:
         return self.vert_stride > 1
 
+    def check(self, num_heads: int) -> None:
+        """Checks numbers by which kernels divide, and products that they hold in 32 bits."""
+        if self.vert_stride.__class__ is int and self.vert_stride <= 1:
+            return
+        least = {"tp_rank": 0, "local_blocks": 0, "vert_stride": 0, "block_size": 1, "head_sliding_step": 1 - 2**31}
+        for field, value in zip(self._fields, self, strict=True):
+            name = field if field == "tp_rank" else f"blocksparse_{field}"
+            checks.whole(name, value, least[field], error=RunError)
+        if (self.tp_rank + 1) * num_heads * abs(self.head_sliding_step) >= 2**31 - 1:
+            raise RunError(
+                f"blocksparse_head_sliding_step={self.head_sliding_step} with tp_rank={self.tp_rank} and {num_heads} "
+                "heads shifts by more than 31 bits hold: pass a smaller step."
+            )
+
     def head_offsets(self, num_heads: int, num_kv_heads: int) -> torch.Tensor:
         """[num_heads] int32"""
         heads, step = torch.arange(num_heads, dtype=torch.int32, device="cpu"), self.head_sliding_step
@@ -88,6 +102,7 @@ class Sequences(NamedTuple):
             checks.whole(name, getattr(given, name), 1, error=RunError)
         checks.whole("max_seq_len", given.max_seq_len, 0, error=RunError)
         checks.real("scale", given.scale, error=RunError)
+        given.sparse.check(given.query.shape[1] if given.query.dim() == 3 else 1)
         return given
 
 
@@ -149,7 +164,8 @@ class Runner:
         self._attention.plan(lengths, Pages(blocks), *arguments.checked())
         scales = NO_SCALES
         if given.kv_cache_dtype != "auto":
-            scales = (None, given.k_scale.float().reshape(1), given.v_scale.float().reshape(1))
+            k_scale, v_scale = (cache_layout.scale_on(query.device, s) for s in (given.k_scale, given.v_scale))
+            scales = (None, k_scale.reshape(1), v_scale.reshape(1))
         found: torch.Tensor = self._attention.run(query, cache, out, lse, scales=scales)
         return found
 
@@ -231,7 +247,8 @@ def check_shapes(given: Sequences, out: torch.Tensor) -> None:
             f"block_tables has shape {tuple(tables.shape)} and seq_lens has {tuple(lens.shape)}. "
             f"Pass one row and one length for each of {len(query)} sequences."
         )
-    for name, tensor in (("key_cache", given.key_cache), ("block_tables", tables), ("seq_lens", lens), ("out", out)):
+    caches = (("key_cache", given.key_cache), ("value_cache", given.value_cache))
+    for name, tensor in (*caches, ("block_tables", tables), ("seq_lens", lens), ("out", out)):
         checks.same_device(tensor, query.device, name, RunError)
 
 

@@ -199,14 +199,16 @@ def _paged_attention_v2(
         given = checked(given, out)
     num_seqs, num_heads = given.query.shape[:2]
     most = -(-given.max_seq_len // PARTITION_TOKENS)
-    for name, tensor, shape in (
-        ("exp_sums", exp_sums, (num_seqs, num_heads)),
-        ("max_logits", max_logits, (num_seqs, num_heads)),
-        ("tmp_out", tmp_out, (num_seqs, num_heads)),
+    for name, tensor, rest, dtype in (
+        ("exp_sums", exp_sums, (), torch.float32),
+        ("max_logits", max_logits, (), torch.float32),
+        ("tmp_out", tmp_out, out.shape[2:], out.dtype),
     ):
         same_device(tensor, out.device, name, RunError)
-        if tensor.shape[:2] != shape or tensor.dim() != 3 + (name == "tmp_out") or tensor.shape[2] < most:
-            raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [{num_seqs}, {num_heads}, {most} or more].")
+        fits = tensor.dim() == 3 + len(rest) and tensor.shape[:2] == (num_seqs, num_heads) and tensor.shape[3:] == rest
+        if not fits or tensor.shape[2] < most or tensor.dtype != dtype:
+            sizes = ", ".join(map(str, (num_seqs, num_heads, f"{most} or more", *rest)))
+            raise RunError(f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass [{sizes}] {dtype}.")
     if on_card:
         decode.attention(given, out, decode.Partials(exp_sums, max_logits, tmp_out))
         return

@@ -16,7 +16,6 @@ from ...base.errors import RunError
 from ...kernels import blocks, devices, helpers
 from ...plan.session import current_stream
 from . import cache_layout
-from .decode import scale_on
 
 _TOKENS_A_CTA = 16  # of one head: include/flashpage/kernels/blocks/write.h
 _MOST_BOUND = 256  # number of forms whose structs are kept
@@ -38,7 +37,8 @@ def write(
     """Writes new tokens to their slots in caches of "blocks" or of "rows" (flashpage/engines/vllm/cache_layout.py)."""
     rows = key.device, key.dtype, value.dtype, key.shape[1:], value.shape[1:], key.stride(), value.stride()
     caches = key_cache.shape, key_cache.stride(), key_cache.dtype, value_cache.shape, value_cache.stride()
-    form = layout, kv_cache_dtype, rows, caches, value_cache.dtype
+    places = value.device, key_cache.device, value_cache.device
+    form = layout, kv_cache_dtype, rows, caches, value_cache.dtype, places
     bound: dict[Any, _Write] = _local.__dict__.setdefault("write", {})
     call = bound.get(form)
     if call is None:
@@ -64,6 +64,7 @@ class _Write:
         self.sizes = sizes = (cache_layout.block_sizes if is_blocks else cache_layout.row_sizes)(key_cache, value_cache)
         dtype = cache_layout.check_rows(key, key_cache, kv_cache_dtype, "key")
         cache_layout.check_rows(value, value_cache, kv_cache_dtype, "value")
+        cache_layout.check_pair(key, value)
         self.value_size = sizes.head_size if is_blocks else value_cache.shape[3]
         if is_blocks:
             _check_places(key_cache, value_cache, sizes.block_size)
@@ -112,7 +113,7 @@ class _Write:
         if count == 0:
             return
         if self.has_scales:
-            k_scale, v_scale = (scale_on(self.device, scale) for scale in scales)
+            k_scale, v_scale = (cache_layout.scale_on(self.device, scale) for scale in scales)
             params.k_scale, params.v_scale = k_scale.data_ptr(), v_scale.data_ptr()
         params.key, params.value = rows[0].data_ptr(), rows[1].data_ptr()
         params.k, params.v = caches[0].data_ptr(), caches[1].data_ptr()

@@ -11,7 +11,7 @@ from ...base.dtypes import DType
 from ...base.errors import PlanError, RunError
 from ...base.unique import Unique
 from ...plan.lengths import Lengths, Names, to_host
-from ...plan.page_indices import NO_PAGES, Pages
+from ...plan.page_indices import NO_PAGES, Pages, kept
 from ..base import DECODE, PAGED, RAGGED, Attention
 from ..merge import merge_parts, part_of
 from ..plan_arguments import Arguments, DecodeArguments, PrefillArguments
@@ -53,7 +53,7 @@ class _SharedPrefix(Unique):
                 checks.tensor(tensor, name, PlanError)
         copies = Lengths(*(None if t is None else t.clone() for t in to_host(lengths)))  # forward may plan again
         self._planned = None
-        self._plan(_Batch(copies, kv_indices, arguments), self._seen or dtypes)
+        self._plan(_Batch(copies, kept(kv_indices, self._names.indices), arguments), self._seen or dtypes)
 
     def _plan(self, batch: _Batch, dtypes: tuple[Any, Any]) -> None:
         arguments: Any = batch.arguments._replace(q_data_type=dtypes[0], kv_data_type=dtypes[1])

@@ -79,13 +79,25 @@ class _Written:
             if value is None or name not in (*_EXACT, *_AT_MOST, *_ARRAYS):
                 continue
             found = getattr(wrapper, name)
-            if name not in _ARRAYS:
-                differs = value != found if name in _EXACT else value < found
-            else:
-                is_checked = value.is_cpu or env.is_on("FLASHPAGE_CHECK_INDICES")
-                differs = is_checked and (found is None or value.tolist() != found.tolist())
-            if differs:
-                raise PlanError(f"{name}={value} was written but the batch has {found}: write the batch's number.")
+            if name in _ARRAYS:
+                if value.is_cpu or env.is_on("FLASHPAGE_CHECK_INDICES"):
+                    _check_array(name, value, found)
+            elif value != found if name in _EXACT else value < found:
+                raise _differs(name, value, found)
+
+
+def _check_array(name: str, written: torch.Tensor, found: torch.Tensor | None) -> None:
+    if found is None or written.shape != found.shape:
+        raise _differs(name, written, found)
+    if any(differs := [a != b for a, b in zip(written.tolist(), found.tolist(), strict=True)]):
+        i = differs.index(True)
+        raise _differs(f"{name}[{i}]", int(written[i]), int(found[i]))
+
+
+def _differs(name: str, written: Any, found: Any) -> PlanError:
+    return PlanError(
+        f"{name}={checks.shown(written)} was written but the batch has {checks.shown(found)}: write the batch's."
+    )
 
 
 class PlanModule:
