@@ -1,4 +1,4 @@
-"""The backends that vLLM chooses by a name of its own: what they support, asked before a model is loaded."""
+"""The backends that vLLM chooses by their names, and what they support, which vLLM reads before it loads a model."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class FlashpageBackend(AttentionBackend):
     ) -> str | None:
         """The reason why no kernel serves such layers; the kernels themselves give it."""
         if not (cls.supports_head_size(head_size) and cls.supports_dtype(dtype)) or use_mla:
-            return None  # vLLM has a reason already
+            return None  # vLLM has found a reason itself
         return support.refusal(head_size, dtype, kv_cache_dtype or "auto", block_size or 16, device_capability)
 
 

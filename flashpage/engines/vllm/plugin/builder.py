@@ -15,7 +15,7 @@ from .planner import GroupPlanner
 from .ranks import ranks_of
 from .step import Step
 
-_SPLIT_TOKENS = 4096  # batch-invariant: where requests are cut
+_SPLIT_TOKENS = 4096  # in batch-invariant mode requests are cut at multiples of this
 
 
 class FlashpageBuilder(AttentionMetadataBuilder):
@@ -80,7 +80,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         return self._planner.plan(common)
 
     def update_draft_decode_metadata(self, metadata: Step) -> None:
-        """Plans again from the lengths that are then on the device; vLLM may capture this."""
+        """Plans again, from the lengths on the device at that time; vLLM may capture this call."""
         if metadata.plan_again is None:
             raise NotImplementedError("flashpage planned this step on the host: a graph cannot plan it again.")
         metadata.plan_again()
@@ -97,7 +97,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """vLLM 0.26 asks this once a step and group; 0.32 has no cascades."""
+        """vLLM 0.26 calls this once a step and group; 0.32 has no cascades."""
         if use_alibi or use_local_attention or dcp_world_size > 1:
             return False
         heads = num_query_heads, num_kv_heads

@@ -40,7 +40,7 @@ class GroupSizes(NamedTuple):
 
 
 class Use(enum.Enum):
-    """The rows that an attention object is planned for. Two uses may stand in one step."""
+    """The rows that an attention object is planned for. One step may have two uses."""
 
     DECODE = "one row a request"
     FEW_ROWS = "few rows a request"
@@ -79,7 +79,7 @@ class Workspaces:
 
     @classmethod
     def of(cls, engine: Any) -> Workspaces:
-        """The memory of one engine, which is named by an object that lives as long as its groups."""
+        """The memory of one engine; the key is an object that lives as long as the engine's groups."""
         return cls._of_engines.setdefault(id(engine), cls())
 
     def at_least(self, size: int, device: torch.device) -> torch.Tensor:
@@ -153,7 +153,7 @@ class GroupPlans:
         return attentions
 
     def _know_runs(self, attention: Attention, kind: LayerKind, is_causal: bool) -> None:
-        """Plans for layers whose options differ from the planned ones: a capture must meet no new ones."""
+        """Plans for layers whose options differ from the planned ones, because no plan can be made in a capture."""
         for layer in self.layers:
             if layer.kind == kind:
                 override = OptionOverride.of(layer.values[is_causal], kind.num_heads, kind.num_kv_heads)

@@ -78,7 +78,7 @@ class FlashpageImpl(AttentionImpl):
         """Attention of the step's rows into `output`, both [tokens, num_heads, head_size]; later rows are padding."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("flashpage writes no quantized outputs for vLLM.")
-        if attn_metadata is None:  # vLLM measures its memory
+        if attn_metadata is None:  # a run by which vLLM measures memory
             return output.fill_(0)
         scales = (None, layer._k_scale_float, layer._v_scale_float) if self._is_fp8 else _NO_SCALES
         pages = None if self.is_encoder else self._cache(kv_cache)

@@ -49,7 +49,7 @@ class LayerOptions:
         if is_encoder:
             window_left = -1  # the kind's variant masks both sides
         cap = check_soft_cap(soft_cap)
-        # By whether rows are causal.
+        # Indexed by whether rows are causal.
         self.values = tuple(
             RunOptions(is_causal, window_left, cap, float(scale), None, None, "NONE") for is_causal in (False, True)
         )

@@ -28,7 +28,7 @@ inline bool named_barrier_or(int name, int threads, bool vote) {
   }
   named_barrier_arrive(name, threads);
   card::wait_until([=] { return hopper::meetings[name].generation != generation; });
-  return hopper::last_votes[name];  // nobody can have come to the next but one meeting
+  return hopper::last_votes[name];  // no fiber can be two meetings ahead
 }
 inline void named_barrier(int name, int threads) {
   const unsigned generation = hopper::meetings[name].generation;
