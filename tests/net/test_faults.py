@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import programs
 import pytest
 import torch
 from bad_inputs.rows import equal, good_arguments
@@ -206,7 +206,7 @@ def with_faults(code: str, *, fake: bool = True) -> str:
     )
     if fake:
         environment["LD_LIBRARY_PATH"] = str(shared_library("fake_cuda.cpp", "libcuda.so.1").parent)
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    result = programs.run(["-c", code], env=environment)
     assert result.returncode == 0, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

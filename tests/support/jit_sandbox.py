@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from flashpage.base import paths
@@ -85,13 +86,8 @@ class Sandbox:
 
     def start(self, code: str, **environment: str) -> subprocess.Popen[str]:
         """Starts a process that runs `code` with the package redirected here; `get`, `toy` and `time` are defined."""
-        prelude = (
-            "import time\nfrom pathlib import Path\nfrom jit_sandbox import Sandbox, toy\n"
-            f"Sandbox(Path({str(self.folder)!r})).redirect()\n"
-            "from flashpage.jit import get_kernel as get\n"
-        )
         return subprocess.Popen(
-            [sys.executable, "-c", prelude + code],
+            [sys.executable, "-c", self._prelude + code],
             env=os.environ | self.environment | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -99,11 +95,18 @@ class Sandbox:
         )
 
     def run(self, code: str, **environment: str) -> str:
-        """Runs `start` to its end; returns the output."""
-        child = self.start(code, **environment)
-        out, err = child.communicate(timeout=120)
-        assert child.returncode == 0, err
-        return out
+        """The output of such a process."""
+        done = programs.run(["-c", self._prelude + code], env=os.environ | self.environment | environment, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @property
+    def _prelude(self) -> str:
+        return (
+            "import time\nfrom pathlib import Path\nfrom jit_sandbox import Sandbox, toy\n"
+            f"Sandbox(Path({str(self.folder)!r})).redirect()\n"
+            "from flashpage.jit import get_kernel as get\n"
+        )
 
 
 TILE = Tile(1, 1, 1, 1, 1)
