@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,29 +82,21 @@ class Sandbox:
     def num_compiles(self) -> int:
         return len(self.compiles.read_text().split()) if self.compiles.exists() else 0
 
-    def start(self, code: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, code: str, **environment: str) -> programs.Program:
         """Starts a process that runs `code` with the package redirected here; `get`, `toy` and `time` are defined."""
-        return subprocess.Popen(
-            [sys.executable, "-c", self._prelude + code],
-            env=os.environ | self.environment | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, code: str, **environment: str) -> str:
-        """The output of such a process."""
-        done = programs.run(["-c", self._prelude + code], env=os.environ | self.environment | environment, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    @property
-    def _prelude(self) -> str:
-        return (
+        prelude = (
             "import time\nfrom pathlib import Path\nfrom jit_sandbox import Sandbox, toy\n"
             f"Sandbox(Path({str(self.folder)!r})).redirect()\n"
             "from flashpage.jit import get_kernel as get\n"
         )
+        return programs.start(["-c", prelude + code], env=os.environ | self.environment | environment)
+
+    def run(self, code: str, **environment: str) -> str:
+        """Runs `start` to its end; returns the output."""
+        child = self.start(code, **environment)
+        out, err = child.communicate(timeout=120)
+        assert child.returncode == 0, err
+        return out
 
 
 TILE = Tile(1, 1, 1, 1, 1)

@@ -1,7 +1,7 @@
 """Python programs in processes of their own, without the time that importing torch takes: a server forks them.
 
-`run` does what subprocess.run([sys.executable, *arguments], capture_output=True, text=True) does. A program finds torch
-imported, and nothing of flashpage; -c, -m and a file are all that it can start with.
+`start` and `run` do what Popen([sys.executable, *arguments]) and subprocess.run do, and keep output as text. A program
+finds torch imported, and nothing of flashpage; -c, -m and a file are all that it can start with.
 """
 
 from __future__ import annotations
@@ -23,10 +23,37 @@ from typing import Any
 READ_AT_START = ("LD_PRELOAD", "LD_LIBRARY_PATH")  # environment variables of which each value needs a server
 
 
-class Done(subprocess.CompletedProcess[str]):
-    """A program that has ended."""
+class Program:
+    """A process that runs, or has ended: then there are a return code, output, and seconds of user time."""
 
-    cpu_seconds: float  # user time, with that of the processes that it has waited for
+    returncode: int
+    stdout: str
+    stderr: str
+    cpu_seconds: float  # with those of the processes that it has waited for
+
+    def __init__(self, server: _Server, arguments: list[str], environment: dict[str, str], cwd: Path) -> None:
+        self._server, self.args = server, arguments
+        self._folder = tempfile.TemporaryDirectory(prefix="program-")
+        self._files = [Path(self._folder.name, name) for name in ("out", "err")]
+        request = {"arguments": arguments, "environment": environment, "cwd": str(cwd)}
+        self.pid: int = server.ask(request | {"files": [str(file) for file in self._files]})["pid"]
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits for the end. After a timeout the server is ended, with all that it has started."""
+        reply = self._server.ask({"wait": self.pid}, timeout)
+        self.returncode, self.cpu_seconds = reply["returncode"], reply["cpu_seconds"]
+        self.stdout, self.stderr = (file.read_text() for file in self._files)
+        self._folder.cleanup()
+        return self.stdout, self.stderr
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def start(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Program:
+    environment = dict(os.environ if env is None else env)
+    server = _server(*(environment.get(name) for name in READ_AT_START))
+    return Program(server, [str(argument) for argument in arguments], environment, cwd or Path.cwd())
 
 
 def run(
@@ -35,56 +62,54 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float | None = None,
-) -> Done:
-    environment = dict(os.environ if env is None else env)
-    server = _server(*(environment.get(name) for name in READ_AT_START))
-    with tempfile.TemporaryDirectory(prefix="program-") as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        request = {"arguments": [str(a) for a in arguments], "environment": environment}
-        request |= {"cwd": str(cwd or Path.cwd()), "out": str(out), "err": str(err)}
-        reply = _answer(server, request, timeout)
-        done = Done([sys.executable, *request["arguments"]], reply["status"], out.read_text(), err.read_text())
-    done.cpu_seconds = reply["cpu_seconds"]
-    return done
+) -> Program:
+    """A program that has ended."""
+    program = start(arguments, env=env, cwd=cwd)
+    program.communicate(timeout)
+    return program
+
+
+class _Server:
+    """This file as a program. It ends when its input does."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def ask(self, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            self.end()
+            raise TimeoutError(f"no end after {timeout} s")
+        line = self._process.stdout.readline()
+        if not line:
+            self.end()
+            raise RuntimeError(f"the server of programs ended with status {self._process.returncode}")
+        return json.loads(line)
+
+    def end(self) -> None:
+        _server.cache_clear()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 @functools.cache
-def _server(*values: str | None) -> subprocess.Popen[str]:
-    """This file, started with these values of READ_AT_START. It ends when its input does."""
+def _server(*values: str | None) -> _Server:
+    """With these values of READ_AT_START."""
     environment = {name: value for name, value in os.environ.items() if name not in (*READ_AT_START, "PYTHONPATH")}
     environment |= {name: value for name, value in zip(READ_AT_START, values, strict=True) if value is not None}
-    server = subprocess.Popen(
-        [sys.executable, __file__],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    atexit.register(_end, server)
+    server = _Server(environment)
+    atexit.register(server.end)
     return server
-
-
-def _end(server: subprocess.Popen[str]) -> None:
-    """With the program that it waits for."""
-    _server.cache_clear()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
-
-
-def _answer(server: subprocess.Popen[str], request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    if timeout is not None and not select.select([server.stdout], [], [], timeout)[0]:
-        _end(server)
-        raise subprocess.TimeoutExpired(request["arguments"], timeout)
-    line = server.stdout.readline()
-    if not line:
-        _end(server)
-        raise RuntimeError(f"the server ended with status {server.returncode}")
-    return json.loads(line)
 
 
 def serve() -> dict[str, Any] | None:
@@ -96,10 +121,13 @@ def serve() -> dict[str, Any] | None:
     gc.freeze()  # a collection in a program would copy all pages
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
-        if (pid := os.fork()) == 0:
+        if "wait" in request:
+            _, status, usage = os.wait4(request["wait"], 0)
+            reply = {"returncode": os.waitstatus_to_exitcode(status), "cpu_seconds": usage.ru_utime}
+        elif (pid := os.fork()) == 0:
             return request
-        _, status, usage = os.wait4(pid, 0)
-        reply = {"status": os.waitstatus_to_exitcode(status), "cpu_seconds": usage.ru_utime}
+        else:
+            reply = {"pid": pid}
         print(json.dumps(reply), flush=True)
     return None
 
@@ -112,7 +140,7 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    for number, path in enumerate((os.devnull, request["out"], request["err"])):
+    for number, path in enumerate((os.devnull, *request["files"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), number)
     first, *rest = request["arguments"]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
