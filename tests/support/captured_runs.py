@@ -146,7 +146,7 @@ def few_objects() -> Iterator[None]:
 
 
 def _storages() -> list[tuple[int, int, StorageWeakRef]]:
-    """Of all tensors that are not frozen; fake tensors of other tests have none."""
+    """Storages of all tensors that are not frozen; fake tensors of other tests have none."""
     storages = []
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor) and found.layout is torch.strided and not found.is_meta:

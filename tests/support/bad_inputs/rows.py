@@ -74,7 +74,7 @@ def parameters(step: Step, found: Any) -> list[inspect.Parameter]:
 
 @functools.cache
 def table(device: str, family: str = "all") -> list[Row]:
-    """Of all families, or of one."""
+    """The rows of all families, or of one."""
     rows: list[Row] = []
     seen: set[str] = set()
     for scene in scenes().values():
