@@ -7,17 +7,24 @@ of flashpage/base/memory.py; tests/card/test_card_captured_memory.py walks the s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from captured_runs import CapturedRuns, churn
+from captured_runs import CapturedRuns, churn, few_objects
 from captured_subjects import LENS, Cascade, Subject, ints
 from captured_walks import WALKS, Walk
 from looking_kernels import look_for_tiles
 
 from flashpage import PlanError
 from flashpage.wrappers import planned_by_runs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def objects_before() -> Iterator[None]:
+    with few_objects():
+        yield
 
 
 def captured(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> CapturedRuns:

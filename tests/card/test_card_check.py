@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import card_check
+import programs
 import pytest
 import torch
 from card_check import Check
@@ -46,7 +46,7 @@ def test_a_missing_tool_is_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a card, all its tests would run")
 def test_without_a_card_it_says_so() -> None:
-    result = subprocess.run([sys.executable, card_check.__file__], capture_output=True, text=True)
+    result = programs.run([card_check.__file__])
     assert (result.returncode, result.stderr) == (2, "torch finds no GPU here\n")
 
 
@@ -55,5 +55,5 @@ def test_without_a_card_it_says_so() -> None:
     [("--jobs=0", "--jobs 0: pass 1 or more"), ("--limit=0", "--limit 0.0: pass more than 0 seconds")],
 )
 def test_a_wrong_number_is_reported(argument: str, said: str) -> None:
-    result = subprocess.run([sys.executable, card_check.__file__, argument], capture_output=True, text=True)
+    result = programs.run([card_check.__file__, argument])
     assert result.returncode == 2 and said in result.stderr

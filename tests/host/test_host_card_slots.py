@@ -149,7 +149,7 @@ assert planning.arrived()
 
 
 def test_page_numbers_of_a_graph_are_copied_by_the_plan() -> None:
-    """Of either type, through slots, to the buffer that captured launches read; wrong ones change nothing."""
+    """Either type goes through slots to the buffer that captured launches read; wrong numbers change nothing."""
     with_fake_driver(
         """
 import numpy as np, torch

@@ -1,4 +1,4 @@
-"""The wheel: built from the checkout with only g++, tagged for every Python, and complete after installation."""
+"""The wheels: built from the checkout with only g++, tagged for every Python, and complete after installation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ import venv
 import zipfile
 from pathlib import Path
 
+import programs
 import pytest
+
+from aot import specs
+from flashpage import jit
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKOUT = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "csrc", "include", "templates", "flashpage")
+CHECKOUT = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "csrc", "include", "templates", "flashpage", "aot")
 
 
 def copy_of_checkout(folder: Path) -> Path:
@@ -130,6 +134,33 @@ print(paths.PACKAGE, paths.fingerprint())
     package, digest = result.stdout.split()
     assert Path(package) == site / "flashpage"
     assert digest == fingerprint(checkout)
+
+
+def test_a_wheel_with_kernels_runs_without_a_compiler(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+    """Built with --aot after the other one, whose objects are used again; it runs with nothing on PATH."""
+    spec, manifest = specs.cpu_specs()[0], tmp_path / "used.json"
+    jit.write_manifest(manifest, [(spec, jit.Target("cpu", "avx2"))])
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    command += [f"--config-settings=--build-option=--aot={manifest}"]  # pip of Python 3.10 does not know -C
+    subprocess.run([*command, "-w", str(tmp_path), str(checkout)], check=True, timeout=300)
+    (with_kernels,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(with_kernels) as archive:
+        archive.extractall(tmp_path / "installed")
+    code = f"""
+import json, sys, flashpage
+from flashpage.jit import get_kernel
+from flashpage.jit.manifest import parse_spec
+assert flashpage.__file__.startswith({str(tmp_path / "installed")!r})
+print(get_kernel(parse_spec(json.loads({json.dumps(spec.to_json())!r}))).target.name, "jinja2" in sys.modules)
+"""
+    environment = {
+        "PATH": "",
+        "PYTHONPATH": str(tmp_path / "installed"),
+        "FLASHPAGE_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    out = programs.run(["-c", code], env=environment, cwd=tmp_path)
+    assert (out.stdout, out.returncode) == ("avx2 False\n", 0), out.stderr
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_missing_compiler_is_named(checkout: Path) -> None:

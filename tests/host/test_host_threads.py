@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import numpy as np
+import programs
 import pytest
 from native_build import shared_library
 
@@ -162,7 +163,7 @@ time.sleep(0.05)
 @pytest.mark.parametrize("call", ["plan", "run"])
 def test_the_process_ends_while_a_daemon_thread_calls(call: str) -> None:
     """The thread may be in C++, which CPython then unwinds."""
-    result = subprocess.run([sys.executable, "-c", DAEMON, call], capture_output=True, text=True)
+    result = programs.run(["-c", DAEMON, call])
     assert result.returncode == 0, result.stderr
 
 

@@ -1,14 +1,9 @@
-"""Kernels built ahead of time: the list, build and check, look-up, NVRTC, and a wheel without a compiler."""
+"""Kernels built ahead of time: the list, build and check, look-up, and NVRTC."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -273,42 +268,3 @@ def test_nvrtc_compiles_a_default_kernel_without_another_include_path(tmp_path: 
     kernels = [(specs.default_cuda_specs(target)[0], target) for target in CUDA_TARGETS]
     results = jit.build_kernels(kernels, tmp_path, compiler=nvrtc)
     assert [str(result.error) for result in results if result.error] == []
-
-
-def test_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
-    """A wheel built with --aot is unpacked, and runs with nothing on PATH."""
-    source = tmp_path / "source"
-    unwanted = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "aot_kernels", "dist", "*.egg-info")
-    shutil.copytree(ROOT, source, ignore=unwanted)
-    spec = specs.cpu_specs()[0]
-    manifest = tmp_path / "used.json"
-    jit.write_manifest(manifest, [(spec, jit.Target("cpu", "avx2"))])
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        f"--config-settings=--build-option=--aot={manifest}",  # pip of Python 3.10 does not know the short form -C
-    ]
-    subprocess.run([*command, "-w", str(tmp_path), str(source)], check=True, timeout=300)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    code = f"""
-import json, sys, flashpage
-from flashpage.jit import get_kernel
-from flashpage.jit.manifest import parse_spec
-assert flashpage.__file__.startswith({str(tmp_path / "installed")!r})
-print(get_kernel(parse_spec(json.loads({json.dumps(spec.to_json())!r}))).target.name, "jinja2" in sys.modules)
-"""
-    environment = {
-        "PATH": "",
-        "PYTHONPATH": str(tmp_path / "installed"),
-        "FLASHPAGE_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    out = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert (out.stdout, out.returncode) == ("avx2 False\n", 0), out.stderr
-    assert not (tmp_path / "cache").exists()

@@ -281,7 +281,7 @@ def test_an_interrupt_while_a_compiler_starts_ends_it(tmp_path: Path, monkeypatc
 def test_killed_process_leaves_no_lock(sandbox: Sandbox) -> None:
     child = sandbox.start("get(toy())", COMPILE_SECONDS="3")
     _wait_for(lambda: sandbox.num_compiles() > 0)
-    child.kill()
+    child.send_signal(signal.SIGKILL)
     child.communicate(timeout=20)
     jit.get_kernel(toy())
     assert len(cache.entries()) == 1

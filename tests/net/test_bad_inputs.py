@@ -7,11 +7,10 @@ import importlib
 import importlib.util
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from bad_inputs.kinds import kind_of
@@ -56,8 +55,7 @@ WITHOUT_ROWS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bad_inputs(family: str, device: str) -> None:
     """Runs in child processes, so that a row that crashes does not stop the others."""
-    command = [sys.executable, "-m", "bad_inputs.child", device, family]
-    result = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True)
+    result = programs.run(["-m", "bad_inputs.child", device, family], cwd=SUPPORT)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     print(f"{family} on {device}: {found['rows']} rows")

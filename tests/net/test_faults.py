@@ -8,6 +8,7 @@ driver is the fake one of tests/native/fake_cuda.cpp.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import programs
 import pytest
 import torch
 from bad_inputs.rows import equal, good_arguments
@@ -197,7 +199,7 @@ def with_faults(code: str, *, fake: bool = True) -> str:
     )
     if fake:
         environment["LD_LIBRARY_PATH"] = str(shared_library("fake_cuda.cpp", "libcuda.so.1").parent)
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    result = programs.run(["-c", code], env=environment)
     assert result.returncode == 0, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

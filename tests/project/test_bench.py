@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 
 from flashpage import jit
@@ -40,8 +40,7 @@ PROGRAMS = [  # program and arguments, and a line that it prints
 @pytest.mark.parametrize(("arguments", "line"), PROGRAMS, ids=[" ".join(a[:4]) for a, _ in PROGRAMS])
 def test_runs(arguments: tuple[str, ...], line: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
-    command = [sys.executable, str(BENCH / arguments[0]), *arguments[1:]]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = programs.run([BENCH / arguments[0], *arguments[1:]], env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     row = next(found for found in done.stdout.splitlines() if found.startswith(line))
     if arguments[0] in ("gpu.py", "cascade.py", "parallel.py", "engine.py"):
@@ -60,8 +59,7 @@ def test_loaders_compile_alone() -> None:
     if compilers.find_compiler(jit.Target("cuda", 90)) is None:
         pytest.skip("neither nvcc nor NVRTC is here")
     environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
-    command = [sys.executable, str(BENCH / "load_bench.py"), "--compile-only", "--rings", "96"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = programs.run([BENCH / "load_bench.py", "--compile-only", "--rings", "96"], env=environment)
     assert (done.returncode, done.stdout) == (0, "6 kernels compiled\n"), done.stdout + done.stderr
 
 

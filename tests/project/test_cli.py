@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
 
 from flashpage.base.dtypes import DType
@@ -91,7 +92,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wrong_benchmark() -> None:
-    done = subprocess.run([sys.executable, "-m", "flashpage", "bench", "sleep"], capture_output=True, text=True)
+    done = programs.run(["-m", "flashpage", "bench", "sleep"])
     assert done.returncode == 2
     assert "sleep" in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -226,9 +227,7 @@ def test_interrupted_compile_leaves_nothing_behind(tmp_path: os.PathLike[str]) -
     assert err.splitlines()[-1] == "flashpage build: interrupted"
     with open(slow + ".pid") as file, pytest.raises(ProcessLookupError):
         os.kill(int(file.read()), 0)
-    listed = subprocess.run(
-        [sys.executable, "-m", "flashpage", "cache", "list"], env=environment, capture_output=True, text=True
-    )
+    listed = programs.run(["-m", "flashpage", "cache", "list"], env=environment)
     assert listed.stdout.startswith("0 kernels")
 
 

@@ -19,6 +19,7 @@ import types
 from pathlib import Path
 from typing import NamedTuple
 
+import programs
 import pytest
 import torch
 
@@ -122,8 +123,8 @@ def environment() -> dict[str, str]:
 def test_two_ranks(page: str, index: int, tmp_path: Path) -> None:
     block = blocks(page)[index]
     (tmp_path / "example.py").write_text(block.code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example.py"]
+    done = programs.run(command, cwd=tmp_path, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr
     assert block.output is None or done.stdout == block.output
 

@@ -6,11 +6,10 @@ import ast
 import io
 import os
 import re
-import subprocess
-import sys
 import tokenize
 from pathlib import Path
 
+import programs
 import pytest
 
 from flashpage.base import env, refused
@@ -24,7 +23,7 @@ def test_example_prints_what_is_shown(tmp_path: Path) -> None:
     example = tmp_path / "example.py"
     example.write_text(found[1])
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, env=environment)
+    done = programs.run([example], env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == found[2]
 

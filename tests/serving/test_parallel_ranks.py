@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from parallel_batch import CASES, WORKSPACE_BYTES, ParallelBatch, ParallelCase
@@ -32,23 +33,11 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The results of each rank by name; one start of the processes runs all cases."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "FLASHPAGE_THREADS": "1"}
-    started = []
     count, kind = request.param
-    for rank in range(count):
-        command = [
-            sys.executable,
-            str(ROOT / "tests" / "support" / "parallel_rank.py"),
-            *map(str, (rank, count, folder, kind)),
-        ]
-        log = (folder / f"{rank}.log").open("wb")
-        started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout=SECONDS) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    logs = "\n".join((folder / f"{rank}.log").read_text() for rank in range(count))
-    assert not any(codes), logs
+    program = ROOT / "tests" / "support" / "parallel_rank.py"
+    started = [programs.start([program, str(rank), str(count), folder, kind], env=environment) for rank in range(count)]
+    logs = [rank.communicate(timeout=SECONDS) for rank in started]
+    assert not any(rank.returncode for rank in started), logs
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 

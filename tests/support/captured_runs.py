@@ -131,21 +131,41 @@ def _is_in_a_graphs_pool(address: int) -> bool:
     )
 
 
-def _storages_of(addresses: list[Address]) -> list[tuple[str, StorageWeakRef]]:
-    """The memory that each address lies in; an address outside of all tensors' memory is an error."""
-    storages = []  # fake tensors of other tests have none
+_frozen: list[tuple[int, int, StorageWeakRef]] = []  # first byte, bytes, and storage of tensors that few_objects froze
+
+
+@contextlib.contextmanager
+def few_objects() -> Iterator[None]:
+    """Searches for garbage and for tensors, of which a test makes twenty, pass over the objects of all tests before."""
+    gc.collect()
+    _frozen[:] = _storages()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    _frozen.clear()
+
+
+def _storages() -> list[tuple[int, int, StorageWeakRef]]:
+    """Storages of all tensors that are not frozen; fake tensors of other tests have none."""
+    storages = []
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor) and found.layout is torch.strided and not found.is_meta:
             with contextlib.suppress(NotImplementedError, RuntimeError):
                 storage = found.untyped_storage()
-                storages.append((storage.data_ptr(), storage.nbytes(), storage))
+                storages.append((storage.data_ptr(), storage.nbytes(), StorageWeakRef(storage)))
+    return storages
+
+
+def _storages_of(addresses: list[Address]) -> list[tuple[str, StorageWeakRef]]:
+    """The memory that each address lies in; an address outside of all tensors' memory is an error."""
+    storages = _storages() + [frozen for frozen in _frozen if not frozen[2].expired()]
     memory = []
     for name, address in addresses:
         if _is_in_a_graphs_pool(address):  # made inside of the capture: it lives as long as the graph
             continue
         holder = next((s for begin, size, s in storages if begin <= address < begin + size), None)
         assert holder is not None, f"{name} is in no tensor's memory"
-        memory.append((name, StorageWeakRef(holder)))
+        memory.append((name, holder))
     return memory
 
 

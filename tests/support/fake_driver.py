@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
+import programs
 from native_build import shared_library
 
 PRELUDE = """
@@ -96,5 +95,5 @@ def with_fake_driver(code: str) -> None:
     driver = shared_library("fake_cuda.cpp", "libcuda.so.1")
     paths = os.pathsep.join((os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__)))
     environment = os.environ | {"LD_LIBRARY_PATH": str(driver.parent), "PYTHONPATH": paths}
-    result = subprocess.run([sys.executable, "-c", PRELUDE + code], env=environment, capture_output=True, text=True)
+    result = programs.run(["-c", PRELUDE + code], env=environment)
     assert result.returncode == 0, result.stderr

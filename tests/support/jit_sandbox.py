@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from flashpage.base import paths
@@ -83,20 +82,14 @@ class Sandbox:
     def num_compiles(self) -> int:
         return len(self.compiles.read_text().split()) if self.compiles.exists() else 0
 
-    def start(self, code: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, code: str, **environment: str) -> programs.Program:
         """Starts a process that runs `code` with the package redirected here; `get`, `toy` and `time` are defined."""
         prelude = (
             "import time\nfrom pathlib import Path\nfrom jit_sandbox import Sandbox, toy\n"
             f"Sandbox(Path({str(self.folder)!r})).redirect()\n"
             "from flashpage.jit import get_kernel as get\n"
         )
-        return subprocess.Popen(
-            [sys.executable, "-c", prelude + code],
-            env=os.environ | self.environment | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return programs.start(["-c", prelude + code], env=os.environ | self.environment | environment)
 
     def run(self, code: str, **environment: str) -> str:
         """Runs `start` to its end; returns the output."""

@@ -40,12 +40,12 @@ inline MaskLanes mask_of_bits(u32 bits) {
   const IntLanes bit = {1, 2, 4, 8, 16, 32, 64, 128};
   return {(static_cast<i32>(bits) & bit) == bit};
 }
-inline u32 bits_of(MaskLanes mask) { return _mm256_movemask_ps((__m256)mask.lanes); }
+inline u32 bits_of(MaskLanes mask) { return __builtin_ia32_movmskps256((FloatLanes)mask.lanes); }
 inline MaskLanes operator&(MaskLanes a, MaskLanes b) { return {a.lanes & b.lanes}; }
 inline MaskLanes operator|(MaskLanes a, MaskLanes b) { return {a.lanes | b.lanes}; }
 inline MaskLanes operator^(MaskLanes a, MaskLanes b) { return {a.lanes ^ b.lanes}; }
 inline IntLanes blend(MaskLanes mask, IntLanes yes, IntLanes no) {
-  return (IntLanes)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask.lanes);
+  return (IntLanes)__builtin_ia32_blendvps256((FloatLanes)no, (FloatLanes)yes, (FloatLanes)mask.lanes);
 }
 
 #define FP_COMPARE(name, float_predicate, int_predicate, vector_operator)             \

@@ -1,8 +1,6 @@
 // LLaMA's rotary embedding: in a row at position p, columns i and i + d / 2 are rotated by p / scale * theta^(-2 i /
 // d).
 #pragma once
-#include <cmath>
-
 #include "flashpage/cpu/convert.h"
 
 namespace flashpage::cpu {
@@ -14,16 +12,16 @@ class Rotation {
 
   Rotation(float scale, float theta) {
     for (int i = 0; i < num_pairs; ++i) {
-      angle_[i] = std::pow(double{theta}, -2.0 * i / head_dim) / scale;
-      step_cos_[i] = std::cos(angle_[i]);
-      step_sin_[i] = std::sin(angle_[i]);
+      angle_[i] = __builtin_pow(double{theta}, -2.0 * i / head_dim) / scale;
+      step_cos_[i] = __builtin_cos(angle_[i]);
+      step_sin_[i] = __builtin_sin(angle_[i]);
     }
   }
 
   void start(i32 position) {
     for (int i = 0; i < num_pairs; ++i) {
-      cos_[i] = std::cos(position * angle_[i]);
-      sin_[i] = std::sin(position * angle_[i]);
+      cos_[i] = __builtin_cos(position * angle_[i]);
+      sin_[i] = __builtin_sin(position * angle_[i]);
     }
   }
 

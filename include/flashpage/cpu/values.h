@@ -1,7 +1,5 @@
 // Output: products of weights and values, and the rows that are written.
 #pragma once
-#include <cmath>
-
 #include "flashpage/cpu/mask.h"
 #include "flashpage/cpu/work.h"
 
@@ -55,7 +53,7 @@ void write_outputs(const Work<Traits>& work) {
     const float* source = work.out + r * Work<Traits>::out_stride;
     const float sum = work.softmax.sum[r];
     const float factor = sum == 0.0f ? 0.0f : work.unit.value_scale / sum;
-    const float lse = sum == 0.0f ? -infinity : work.softmax.max[r] + std::log2(sum);
+    const float lse = sum == 0.0f ? -infinity : work.softmax.max[r] + __builtin_log2f(sum);
     if (item.partial_row >= 0) {
       const i64 place = i64{item.partial_row} + r;
       write_row<float, head_dim>(source, factor, params.partial_out + place * head_dim);

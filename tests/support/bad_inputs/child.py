@@ -151,8 +151,7 @@ def main() -> None:
         write_told()
         return
     device, family, *pattern = sys.argv[1:]
-    rows = [row for row in table(device) if row.scene.family == family or family == "all"]
-    rows = [row for row in rows if not pattern or fnmatch.fnmatchcase(row.name, pattern[0])]
+    rows = [row for row in table(device, family) if not pattern or fnmatch.fnmatchcase(row.name, pattern[0])]
     print(json.dumps({"rows": len(rows), "wrong": verdicts(rows, device)}))
 
 

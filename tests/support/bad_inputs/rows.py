@@ -73,60 +73,53 @@ def parameters(step: Step, found: Any) -> list[inspect.Parameter]:
 
 
 @functools.cache
-def table(device: str) -> list[Row]:
-    rows = []
+def table(device: str, family: str = "all") -> list[Row]:
+    """The rows of all families, or of one."""
+    rows: list[Row] = []
     seen: set[str] = set()
     for scene in scenes().values():
         if device == "cpu" or scene.cuda:
-            rows += list(_rows_of(scene, device, seen))
-            rows += list(_orders(scene))
+            steps = _new_steps(scene, seen)
+            if family in ("all", scene.family):
+                rows += [row for i in steps for row in _rows_of(scene, i, device)]
+                rows += _orders(scene)
     return [row for row in rows if not any(fnmatch.fnmatchcase(row.name, names) for names in NOT_TRIED)]
 
 
-def _rows_of(scene: Scene, device: str, seen: set[str]) -> Iterator[Row]:
-    """Rows of each step, except where an earlier scene has rows of the same function."""
-    make = Make("cpu")
+def _new_steps(scene: Scene, seen: set[str]) -> list[int]:
+    """The steps whose function no earlier scene has rows of."""
+    steps = []
     for i, step in enumerate(scene.steps):
-        holder = _class_of(scene) if i else None
-        function = step.function(holder)
+        function = step.function(_class_of(scene) if i else None)
         function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
         key = f"{function.__module__}.{function.__qualname__}"
-        if key in seen:
-            continue
+        if key not in seen:
+            steps.append(i)
         seen.add(key)
-        known = step.needed(make) | step.optional(make)
-        for parameter in parameters(step, holder):
-            if parameter.name == "self":
-                continue
-            if parameter.kind is parameter.VAR_KEYWORD and parameter.name in ("own", "options"):
-                yield Row(
-                    scene, i, "windw_left", "unknown", functools.partial(_set, "windw_left", 3), default="missing"
-                )
-                for name in Own._fields:
-                    yield from _rows_of_argument(scene, i, name, None, device)
-            elif parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                yield from _rows_of_argument(scene, i, parameter.name, known.get(parameter.name), device)
-                if parameter.default is parameter.empty:
-                    yield Row(
-                        scene,
-                        i,
-                        parameter.name,
-                        "missing",
-                        functools.partial(_leave_out, parameter.name),
-                        default="missing",
-                    )
-                    # None is a valid value of these four.
-                    if parameter.name not in ("indptr", "indices", "alibi_slopes", "kv_cache_dtype"):
-                        yield Row(scene, i, parameter.name, "none", functools.partial(_set, parameter.name, None))
-                elif parameter.name in step.optional(make):
-                    yield Row(
-                        scene,
-                        i,
-                        parameter.name,
-                        "good",
-                        functools.partial(_good, step, parameter.name),
-                        default="clean",
-                    )
+    return steps
+
+
+def _rows_of(scene: Scene, i: int, device: str) -> Iterator[Row]:
+    """Rows of a step, for each argument of its function."""
+    make, step = Make("cpu"), scene.steps[i]
+    known = step.needed(make) | step.optional(make)
+    for parameter in parameters(step, _class_of(scene) if i else None):
+        name = parameter.name
+        if name == "self":
+            continue
+        if parameter.kind is parameter.VAR_KEYWORD and name in ("own", "options"):
+            yield Row(scene, i, "windw_left", "unknown", functools.partial(_set, "windw_left", 3), default="missing")
+            for own in Own._fields:
+                yield from _rows_of_argument(scene, i, own, None, device)
+        elif parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            yield from _rows_of_argument(scene, i, name, known.get(name), device)
+            if parameter.default is parameter.empty:
+                yield Row(scene, i, name, "missing", functools.partial(_leave_out, name), default="missing")
+                # None is a valid value of these four.
+                if name not in ("indptr", "indices", "alibi_slopes", "kv_cache_dtype"):
+                    yield Row(scene, i, name, "none", functools.partial(_set, name, None))
+            elif name in step.optional(make):
+                yield Row(scene, i, name, "good", functools.partial(_good, step, name), default="clean")
 
 
 def _class_of(scene: Scene) -> Any:
@@ -136,18 +129,17 @@ def _class_of(scene: Scene) -> Any:
 def _rows_of_argument(scene: Scene, index: int, name: str, good: Any, device: str) -> Iterator[Row]:
     step = scene.steps[index]
     key = step.name if len(scene.steps) == 1 or index == 0 else f"{scene.steps[0].name}.{step.name}"
+    make = Make("cpu")
+    given = step.needed(make) | ({name: good} if good is not None else {})
     for badness in kind_of(key, name):
-        if device != "cpu" and not badness.cuda:
-            continue
-        if _applies(badness, step, name, good):
+        if (device == "cpu" or badness.cuda) and _applies(badness, make, dict(given), name, good):
             change = functools.partial(_apply, badness, step, name)
             yield Row(scene, index, name, badness.name, change, default=badness.expect)
 
 
-def _applies(badness: Badness, step: Step, name: str, good: Any) -> bool:
-    make = Make("cpu")
+def _applies(badness: Badness, make: Make, given: Arguments, name: str, good: Any) -> bool:
     try:
-        badness.apply(make, step.needed(make) | ({name: good} if good is not None else {}), name, good)
+        badness.apply(make, given, name, good)
     except NotApplicable:
         return False
     except (TypeError, IndexError, AttributeError, RuntimeError):  # no good value to change
