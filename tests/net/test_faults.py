@@ -8,9 +8,6 @@ driver is the fake one of tests/native/fake_cuda.cpp.
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
