@@ -15,7 +15,7 @@ from ....plan.bounds import workspace_bounds
 from ....plan.capacity import Capacity
 from ....plan.device_lengths import TableLengths
 from ....wrappers.base import DECODE, PAGED, RAGGED, Attention
-from ....wrappers.plan_arguments import DecodeArguments, Own, PrefillArguments
+from ....wrappers.plan_arguments import DecodeArguments, PrefillArguments
 from .layers import LayerKind, LayerOptions, variant_of
 
 _LEAST_WORKSPACE = {"cuda": 32 << 20, "cpu": 1 << 20}
@@ -167,7 +167,7 @@ class GroupPlans:
             "sm_scale": values.sm_scale,
             "q_data_type": sizes.q_dtype,
             "kv_data_type": sizes.q_dtype if use is Use.RAGGED else sizes.kv_dtype,
-            "own": Own(variant_of(kind, self.device)),
+            "own": {"variant": variant_of(kind, self.device)},
         }
         page_size = 0 if use is Use.RAGGED else sizes.page_size
         if sizes.split_tokens:
