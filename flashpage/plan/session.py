@@ -280,8 +280,7 @@ class Planner:
 
     @property
     def needs_judged_mask(self) -> bool:
-        """Whether a mask is judged before the plan, and not only when it is taken: captured launches read its buffer,
-        or its kernel may have to be compiled."""
+        """Whether a mask is judged before the plan: captured launches read it, or its kernel may not be compiled."""
         return self.is_graph or not self.active[0].generation
 
     def judge_mask(self, mask: Mask, lengths: Given) -> None:

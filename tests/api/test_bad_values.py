@@ -125,7 +125,7 @@ def test_messages_are_short() -> None:
         ({"custom_mask": torch.ones(15).bool()}, "custom_mask has 15 values"),
         ({"packed_custom_mask": torch.ones(2)}, "packed_custom_mask has 2 values of torch.float32"),
         ({"packed_custom_mask": torch.ones(1).byte()}, "packed_custom_mask has 1 values"),
-        ({"custom_mask": "all"}, "custom_mask='all' is a str"),
+        ({"custom_mask": "all"}, "custom_mask='all'"),
     ],
 )
 def test_a_mask_is_judged_before_a_kernel_is_made_for_it(

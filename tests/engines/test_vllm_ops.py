@@ -335,7 +335,7 @@ def test_errors_of_outputs() -> None:
         ((-1, 1, 2, 64, 0), "tp_rank=-1 is out of range"),
         ((0, 1, 2**33, 64, 0), "blocksparse_vert_stride=8589934592 is out of range"),
         ((2**20, 1, 2, 64, 2**12), "shifts by more than 31 bits hold"),
-        ((0, 1, 2, 64, "x"), "blocksparse_head_sliding_step='x' is a str"),
+        ((0, 1, 2, 64, "x"), "blocksparse_head_sliding_step='x'"),
     ],
 )
 def test_errors_of_sparse_blocks(sparse: tuple[Any, ...], says: str) -> None:

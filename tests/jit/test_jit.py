@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -91,39 +89,6 @@ def test_eight_threads_compile_once(sandbox: Sandbox) -> None:
     assert sandbox.num_compiles() == 1
 
 
-def test_a_fork_while_another_thread_compiles(sandbox: Sandbox) -> None:
-    """The child's copy of the thread's lock is let go by no thread; it waits for the parent's entry."""
-    code = """
-import os, threading
-compiles = threading.Thread(target=lambda: get(toy(1)))
-compiles.start()
-while not Path(os.environ["COMPILES"]).exists():
-    time.sleep(0.01)
-if not (child := os.fork()):
-    os._exit(0 if get(toy(1)).handle else 1)
-assert os.waitpid(child, 0)[1] == 0
-compiles.join()
-"""
-    sandbox.run(code, COMPILE_SECONDS="1")
-    assert sandbox.num_compiles() == 1
-
-
-@pytest.mark.parametrize("kind", ["missing", "closed", "a broken pipe"])
-def test_a_stderr_that_takes_no_text(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Progress is not worth an error."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    stream = io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True)
-    if kind == "closed":
-        stream.close()
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", None if kind == "missing" else stream)
-        results = jit.build_specs([toy(1), toy(2)], [jit.host_target()])
-        assert jit.get_kernel(toy(3)).handle
-    assert all(result.entry for result in results)
-    stream.close()
-
-
 def test_hit_in_a_new_process(sandbox: Sandbox) -> None:
     """A new process finds the kernel without compiler, ninja, jinja2 and sources, within 30 ms."""
     jit.get_kernel(toy())
@@ -198,12 +163,6 @@ def test_error_in_a_variant_shows_its_line_first(sandbox: Sandbox, many: bool) -
     log = Path(lines[2].rpartition(" ")[2])
     assert (log / "log.txt").exists()
     assert (log / "kernel.cpp").exists()
-
-
-def test_error_after_the_end_of_a_variant(sandbox: Sandbox) -> None:
-    """A backslash joins the text's last line with the next one, where the compiler finds the error."""
-    with pytest.raises(CompileError, match=r"\Avariant: score \* 2 \\\n  does not compile: "):
-        jit.get_kernel(toy(logit="score * 2 \\"))
 
 
 def test_error_in_a_function_that_a_variant_calls(sandbox: Sandbox) -> None:
