@@ -55,9 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Files whose tests take more than five seconds of CPU time together, mostly in compilers and processes that they start.
 SLOW = {
-    *("api/test_api_attention", "api/test_api_sparse", "api/test_captured_memory", "api/test_cascade", "api/test_ops"),
+    *("api/test_api_attention", "api/test_api_sparse", "api/test_cascade", "api/test_ops"),
     *("card/test_card_check", "engines/test_transformers_masks", "engines/test_transformers_tokens"),
-    *("engines/test_vllm_ops", "host/test_host_build", "host/test_host_cuda", "host/test_host_fork"),
+    *("engines/test_vllm_ops", "host/test_host_build"),
     *("host/test_host_threads", "jit/test_aot", "jit/test_cache", "jit/test_compile_failures", "jit/test_jit"),
     *("jit/test_kernel_key", "jit/test_trust", "kernels/test_a_new_kernel", "kernels/test_function_tiles"),
     *("kernels/test_prefill_kernel", "kernels/test_prefill_sass", "kernels/test_shared_memory", "net/test_bad_inputs"),

@@ -40,6 +40,8 @@ class Honest:
 
     def request(self, request: int, q: torch.Tensor) -> State:
         k, v = (self.without_hidden(request, self.tokens(request, memory)) for memory in self.inputs.cache.rows())
+        if self.case.entry == "latent":
+            k, v = torch.cat([k, v], -1), k  # values, and what keys have in addition
         masks = self.inputs.masks
         return attention(
             q, k, v, self.options(), request=request, custom_mask=None if masks is None else masks[request]
@@ -134,6 +136,12 @@ class LeftAlignedCausal(Honest):
         return honest.request(request, q)
 
 
+def num_scores(case: Case) -> int:
+    """Scores of all heads, masked ones included."""
+    q_lens = case.q_lens or (1,) * len(case.kv_lens)
+    return case.num_q_heads * sum(q * kv for q, kv in zip(q_lens, case.kv_lens, strict=True))
+
+
 def _unwritten(state: State) -> State:
     out = state.out.clone()
     if len(out):
@@ -177,8 +185,10 @@ FAULTS = {
 }
 
 
-# test_cases.py runs every row with these inputs, reference and comparison; here every eighth row and the faults' rows.
-HONEST = [case for i, case in enumerate(CASES) if i % 8 == 0 or case.name in {row for _, row in FAULTS.values()}]
+# test_cases.py runs every row with these inputs, reference and comparison; here every eighth row without millions of
+# scores, and the faults' rows.
+FAULTY = {row for _, row in FAULTS.values()}
+HONEST = [case for i, case in enumerate(CASES) if case.name in FAULTY or (i % 8 == 0 and num_scores(case) < 2**22)]
 
 
 @pytest.mark.parametrize("case", HONEST, ids=str)
