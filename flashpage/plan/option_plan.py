@@ -161,7 +161,7 @@ class OptionPlan:
             status = self.slot.plan(self._address, batch.stream, True)
         self.check(status, batch)
         if self.call.made_parts:
-            self.gathered, self.fork = None, batch.fork.handle
+            self.gathered = None
         self.generation = batch.generation
         self._use_mask_tiles(batch)
 
@@ -213,6 +213,7 @@ class OptionPlan:
             call.parts = None
             return
         parts.use(whole, few, many)
+        self.fork = batch.fork.handle  # also if this batch stays whole: plan may divide the next one by itself
         call.few_class, call.many_class = (_class_of(self.options, 0, prepared) for prepared in (few, many))
 
     def _follow_variant(self, batch: Batch) -> None:
