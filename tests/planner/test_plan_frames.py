@@ -245,6 +245,19 @@ def test_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert foreign == ["fp_py_run"] and len(frames) == 2, frames
 
 
+def test_runs_with_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers with fp8 caches pass the scales of K and V alone, as equal numbers in every layer."""
+    kv, pages, last = lengths([40, 5])
+    decode = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    decode.plan(kv, pages, last, *HEADS, **FP32)
+    q, cache = torch.randn(2, 4, 64), torch.randn(8, 2, 16, 2, 64)
+    decode.run(q, cache, k_scale=0.5, v_scale=0.25)
+    _, foreign = count(lambda: decode.run(q, cache, k_scale=0.5, v_scale=0.25), monkeypatch)
+    assert foreign == ["fp_py_run"]
+    found, expected = decode.run(q, cache, v_scale=0.25), 0.25 * decode.run(q, cache)
+    torch.testing.assert_close(found, expected)
+
+
 def test_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     many = dataclasses.replace(cpu_attention.KERNEL, runs_beside=True)
     monkeypatch.setattr(choose, "ATTENTION", [dataclasses.replace(many, most_packed_rows=64), many])
