@@ -12,10 +12,9 @@ from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
 from .. import native
 from ..base.errors import DeviceError, PlanError
+from ..base.memory import is_capturing
 from ..kernels import choose
 from ..kernels.context_classes import CLASSES, ContextClass
 from ..kernels.context_lengths import ContextLengths
@@ -241,8 +240,7 @@ class OptionPlan:
         """Gives the slot more memory for a plan of that many bytes, unless a graph may read it; returns whether it
         did."""
         slot, workspaces = self.slot, batch.workspaces
-        is_capturing = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if is_capturing or (batch.is_graph and slot.is_used):
+        if is_capturing(batch.device) or (batch.is_graph and slot.is_used):
             return False
         is_workspace = slot.memory is workspaces.int_buffer
         slot.grow(needed)
@@ -277,14 +275,23 @@ class OptionPlan:
             call.exceeded = _ROWS if has_many_rows else _ENTRIES
             raise over_limit(call, batch, self.options)
 
-    def plan_on_device(self, batch: Batch, tables: TableLengths, kernel: int | None) -> None:
-        """Plans from lengths on the device, by a launch that a graph may capture; `kernel`: None on the CPU."""
+    def publish(self, batch: Batch) -> None:
+        """Copies the plan that was staged to where launches read it."""
+        native.check(native.load().fp_plan_publish(self._address, batch.stream))
+
+    def prepare_on_device(self, batch: Batch, tables: TableLengths) -> None:
+        """Chooses the kernels for lengths on the device, and checks that the workspaces suffice."""
         self.gathered, self._is_of_all, self.call.made_parts = None, True, 0
-        self._whole = prepared = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
-        tables.take(self.options)
-        self._check_tables(batch, prepared, tables)
-        self.slot.plan_tables(prepared, tables, kernel, batch.stream, batch.card.has_pdl)
         self.choose_again()
+        self._whole = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
+        tables.take(self.options)
+        self._check_tables(batch, self._whole, tables)
+
+    def plan_on_device(self, batch: Batch, tables: TableLengths, kernel: int | None) -> None:
+        """Plans by a launch that a graph may capture, after prepare_on_device; `kernel`: None on the CPU."""
+        tables.take(self.options)
+        self.slot.plan_tables(self._whole, tables, kernel, batch.stream, batch.card.has_pdl)
+        self.call.was_captured |= is_capturing(batch.device)
         self.generation = batch.generation
         self._use_mask_tiles(batch)
 

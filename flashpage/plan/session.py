@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,9 +68,7 @@ class Planner:
         self._workspaces_changed()
         if self._slot is not None:
             self._slot.attach(self.active[0].call, buffer)
-        for other in self.active[1:]:  # their plans need as much room
-            self._release(other)
-        del self.active[1:]
+        self._forget(self.active[1:])  # their plans need as much room
 
     def _workspaces_changed(self) -> None:
         self.invalidate()
@@ -148,18 +147,16 @@ class Planner:
         """Takes options that differ from the last plan's. Options of runs are planned again when a run uses them; those
         of a graph stay, as its launches read their plans."""
         self.invalidate()
+        first = self._combination(options)
+        if self._slot is None:
+            self._slot = PlanBuffer(self.device_index, self.workspaces.int_buffer, first.call)
         before, kept = self.active, self._variations if self.is_graph else {}
         same_heads = bool(before) and _heads(before[0].options) == _heads(options)
         slots = {variation: found.slot for variation, found in kept.items() if same_heads and found is not before[0]}
-        for other in before[1:]:
-            self._release(other)
-        self.active, self._variations = [self._combination(options)], {}
+        self._forget(before[1:])
+        self.active, self._variations = [first], {}
         self.batch.use_options(options)
-        first = self.active[0]
-        if self._slot is None:
-            self._slot = PlanBuffer(self.device_index, self.workspaces.int_buffer, first.call)
-        else:
-            self._slot.attach(first.call)
+        self._slot.attach(first.call)
         first.slot = self._slot
         first.choose_again()
         for variation, slot in slots.items():
@@ -167,7 +164,7 @@ class Planner:
             if combination not in self.active:
                 combination.slot = slot
                 slot.attach(combination.call)
-                self.active.append(combination)
+                self._add(combination)
             self._variations[variation] = combination
 
     def plan(self, given: Given, kv_indices: Any, non_blocking: bool, longest: Longest = NO_BOUNDS) -> None:
@@ -187,8 +184,8 @@ class Planner:
             self._plan_judged(status, given, kv_indices, non_blocking)
         else:
             self.indices.tensor = kv_indices if self.indices.buffer is None else self.indices.buffer
-        if len(self.active) > 1 or self.is_graph:
-            self._plan_others()
+            if len(self.active) > 1 or self.is_graph:
+                self._plan_others()
         self._last = self.generation
         self.is_planned = True
 
@@ -196,9 +193,8 @@ class Planner:
         """A plan that one foreign call could not make: lengths or page numbers in another place, another kernel, or an
         error. Memory of captured launches is written last."""
         batch, first = self.batch, self.active[0]
-        is_paged = bool(self._indices_name)
         is_for_others = status in (native.OTHER_BATCH, native.WORKSPACE_TOO_SMALL)  # plan_held makes what is missing
-        are_pages_taken = not is_paged or (is_for_others and self.indices.buffer is None)
+        are_pages_taken = is_for_others or not self._indices_name
         if status == native.OTHER_TENSORS:
             batch.take_judged(Lengths(*given))
         elif status != native.OTHER_PAGES:
@@ -207,30 +203,50 @@ class Planner:
         if not are_pages_taken and end <= batch.struct.most_entries:
             max_page = self.indices.judge(kv_indices, batch.struct.kv_begin, end, self._indices_name)
         first.plan_held(batch)
+        if len(self.active) > 1 or self.is_graph:
+            self._plan_others()
         if are_pages_taken:
-            self.indices.tensor = kv_indices
+            self.indices.tensor = kv_indices if self.indices.buffer is None else self.indices.buffer
         else:
             self.indices.take(kv_indices, end, max_page, non_blocking)
 
     def _plan_others(self) -> None:
-        """Plans the options that runs have used since the last plan, and all of a graph's; forgets the others."""
+        """Plans the options of runs. Captured launches see the plans of all options, or of none if one is refused."""
         batch = self.batch
         if self.is_graph:
             batch.most_rows = max(batch.most_rows, self.active[0].call.result.total_q)
             if batch.capacity is None and batch.struct.q_indptr.data and batch.struct.most_total_rows == NO_LIMIT:
                 batch.struct.most_total_rows = batch.struct.rows_end  # captured launches have the first plan's rows
+        if len(self.active) > 1:
+            self._keep_used(lambda other: other.plan_held(batch))
+            for combination in self.active if batch.struct.is_staged else ():
+                combination.publish(batch)
+
+    def _keep_used(self, plan: Callable[[OptionPlan], None]) -> None:
+        """Plans the options that runs have used since the last plan, and all of a graph's; forgets the others."""
         for other in self.active[1:]:
             is_needed = self.is_graph or other.call.was_captured
             try:
                 if is_needed or other.used_at >= self._last:
-                    other.plan_held(batch)
+                    plan(other)
                     continue
             except PlanError:
                 if is_needed:
                     raise
-            # Forgotten. If planning failed, the next run with these options raises the error.
-            self._release(other)
-            self.active.remove(other)
+            self._forget([other])  # if planning failed, the next run with these options raises the error
+
+    def _add(self, combination: OptionPlan) -> None:
+        """Plans it from now on."""
+        self.active.append(combination)
+        self.batch.struct.is_staged = self.is_graph
+
+    def _forget(self, combinations: list[OptionPlan]) -> None:
+        """Plans them no longer, until a run uses them again."""
+        for combination in combinations:
+            self._release(combination)
+        self.active = [combination for combination in self.active if combination not in combinations]
+        self._variations = {name: found for name, found in self._variations.items() if found not in combinations}
+        self.batch.struct.is_staged = self.is_graph and len(self.active) > 1
 
     def _release(self, combination: OptionPlan) -> None:
         """Frees the memory of its plans, unless a graph may read it."""
@@ -240,20 +256,22 @@ class Planner:
         del combination.slot
 
     def plan_on_device(self, tables: TableLengths) -> None:
-        """Plans every active set of options on the device, from lengths there."""
+        """Plans on the device, from lengths there, for the options of plan and for those that runs have used."""
         self.invalidate()
-        batch = self.batch
-        most = batch.struct.most_total_rows
-        if self.is_graph and batch.capacity is None and tables.q_indptr is not None:
-            if tables.max_rows > most:
-                raise PlanError(
-                    f"max_rows={tables.max_rows} but the wrapper's first plan (use_cuda_graph=True) had {most} rows: "
-                    "plan the largest batch first."
-                )
-            batch.struct.most_total_rows = min(most, tables.max_rows)
+        batch, struct = self.batch, self.batch.struct
+        has_limit = self.is_graph and batch.capacity is None and tables.q_indptr is not None
+        if has_limit and tables.max_rows > struct.most_total_rows:
+            raise PlanError(
+                f"max_rows={tables.max_rows} but the wrapper's first plan (use_cuda_graph=True) had "
+                f"{struct.most_total_rows} rows: plan the largest batch first."
+            )
         batch.tables, batch.generation, batch.stream = tables, self.generation, current_stream(self.device_index)
+        self.active[0].prepare_on_device(batch, tables)
+        self._keep_used(lambda other: other.prepare_on_device(batch, tables))
         for combination in self.active:
             combination.plan_on_device(batch, tables, self.plan_kernel)
+        if has_limit and struct.most_total_rows == NO_LIMIT:
+            struct.most_total_rows = tables.max_rows  # captured launches have the first plan's rows
         self.indices.use_tables(tables.read, tables.max_page)
         self.block_tables = tables.tables
         self._last = self.generation
@@ -363,16 +381,19 @@ class Planner:
         try:
             if batch.tables is None:
                 combination.plan_held(batch)
+                if batch.struct.is_staged:
+                    combination.publish(batch)
                 if self.options.has_mask:
                     combination.find_mask_tiles(batch)
             else:
+                combination.prepare_on_device(batch, batch.tables)
                 combination.plan_on_device(batch, batch.tables, self.plan_kernel)
         except BaseException:
             if is_new:
                 self._release(combination)
             raise
         if is_new:
-            self.active.append(combination)
+            self._add(combination)
 
     def _new_in_capture(self, variation: OptionOverride) -> RunError:
         planned = OptionOverride.of_options(self.active[0].options)

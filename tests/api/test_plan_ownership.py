@@ -12,9 +12,10 @@ import torch
 from looking_kernels import look_for_tiles
 
 import flashpage
-from flashpage import PlanError, RunError
+from flashpage import PlanError, RunError, native
 from flashpage.base.memory import GrowingMemory
 from flashpage.kernels import choose
+from flashpage.plan import option_plan
 from flashpage.wrappers import single
 
 HEADS = (4, 4, 64, 16)
@@ -39,6 +40,19 @@ def plan(wrapper: Any, tokens: int = 300, rows: int = 8, heads: tuple[int, ...] 
     pages = -(-tokens // 16)
     lengths = (ints(0, rows), ints(0, pages), torch.arange(pages).int(), ints((tokens - 1) % 16 + 1))
     wrapper.plan(*lengths, *heads, q_data_type=torch.float32, **options)
+
+
+def with_buffers(float_bytes: int = 1 << 24) -> flashpage.BatchPrefillWithPagedKVCacheWrapper:
+    """A wrapper for graphs of one request, without capacities."""
+    buffers = {"qo_indptr_buf": ints(0, 0), "paged_kv_indptr_buf": ints(0, 0), "paged_kv_last_page_len_buf": ints(0)}
+    indices = torch.zeros(4096, dtype=torch.int32)
+    return prefill(float_bytes, use_cuda_graph=True, **buffers, paged_kv_indices_buf=indices)
+
+
+def plan_on_device(wrapper: Any, tokens: int = 300, rows: int = 8, heads: tuple[int, ...] = HEADS) -> None:
+    """Plans one request, whose table has as many pages as it needs."""
+    tables = torch.arange(-(-tokens // 16)).int().view(1, -1)
+    wrapper.plan_on_device(ints(0, rows), ints(tokens), tables, *heads, max_rows=rows, q_data_type=torch.float32)
 
 
 def planned_options(wrapper: Any) -> list[Any]:
@@ -192,14 +206,131 @@ def test_a_refused_plan_leaves_what_graphs_read() -> None:
 
 
 def test_rows_of_a_graph_with_buffers_are_judged_first() -> None:
-    buffers = {"qo_indptr_buf": ints(0, 0), "paged_kv_indptr_buf": ints(0, 0), "paged_kv_last_page_len_buf": ints(0)}
-    wrapper = prefill(use_cuda_graph=True, **buffers, paged_kv_indices_buf=torch.zeros(100, dtype=torch.int32))
+    wrapper = with_buffers()
     plan(wrapper)
     memory = wrapper._planner.active[0].slot.memory
     before = memory.clone()
     with pytest.raises(PlanError, match="plan the largest batch first"):
         plan(wrapper, rows=9)
     assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_plan_that_options_of_runs_refuse_leaves_what_graphs_read(dtype: torch.dtype) -> None:
+    """Captured launches of all options see the same batch. int64: page numbers that one foreign call does not copy."""
+    heads, one_head = (4, 1, 64, 16), KV[:, :, :, :1]
+
+    def plan_window(wrapper: Any, tokens: int) -> None:
+        pages = -(-tokens // 16)
+        lengths = (ints(0, 8), ints(0, pages), torch.arange(pages, dtype=dtype).flip(0), ints((tokens - 1) % 16 + 1))
+        wrapper.plan(*lengths, *heads, q_data_type=torch.float32, causal=True, window_left=64)
+
+    wrapper = with_buffers(1 << 14)
+    plan_window(wrapper, 300)
+    wrapper.run(Q, one_head, window_left=-1)
+    read = [active.slot.memory for active in wrapper._planner.active] + [wrapper._paged_kv_indices_buf]
+    before = [memory.clone() for memory in read]
+    with pytest.raises(PlanError, match="float_workspace_buffer has 16384 bytes"):
+        plan_window(wrapper, 40000)
+    assert all(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
+    with pytest.raises(RunError):
+        wrapper.run(Q, one_head)
+    plan_window(wrapper, 310)
+    fresh = prefill()
+    plan_window(fresh, 310)
+    for window in (64, -1):
+        found, expected = (which.run(Q, one_head, window_left=window) for which in (wrapper, fresh))
+        torch.testing.assert_close(found, expected)
+    assert not any(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
+
+
+def test_a_plan_on_the_device_that_options_of_runs_refuse_leaves_what_graphs_read() -> None:
+    wrapper = with_buffers(20000)
+    plan_on_device(wrapper)
+    wrapper.run(Q, KV[:, :, :, :1])  # with one KV head, a batch has more partial results
+    read = [active.slot.memory for active in wrapper._planner.active]
+    before = [memory.clone() for memory in read]
+    with pytest.raises(PlanError, match="float_workspace_buffer has 20000 bytes"):
+        plan_on_device(wrapper, tokens=40000)
+    assert all(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
+
+
+def test_plans_on_the_device_forget_options_that_no_run_uses() -> None:
+    wrapper = prefill(20000)
+    plan_on_device(wrapper)
+    wrapper.run(Q, KV[:, :, :, :1])
+    plan_on_device(wrapper, tokens=310)
+    assert len(planned_options(wrapper)) == 2
+    plan_on_device(wrapper, tokens=40000)
+    assert len(planned_options(wrapper)) == 1
+
+
+def test_plans_on_the_device_that_a_graph_captured_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay writes the plan there again, whatever was planned since."""
+    wrapper = prefill()
+    for captures in (False, True):
+        monkeypatch.setattr(option_plan, "is_capturing", lambda _, captures=captures: captures)
+        plan_on_device(wrapper)
+        wrapper.run(Q, KV, window_left=7)
+    memories = [weakref.ref(active.slot.memory) for active in wrapper._planner.active]
+    monkeypatch.undo()
+    for _ in range(2):
+        plan(wrapper)
+        plan(wrapper, causal=True)
+    wrapper.reset_workspace_buffer(workspace(1 << 24), workspace(1 << 22))
+    plan(wrapper)
+    assert len(memories) == 2 and all(memory() is not None for memory in memories)
+
+
+def test_only_a_graphs_first_plan_on_the_device_limits_its_rows() -> None:
+    wrapper = with_buffers(1 << 10)
+    with pytest.raises(PlanError, match="float_workspace_buffer has 1024 bytes"):
+        plan_on_device(wrapper, tokens=40000, rows=4)  # refused, so that nothing was captured
+    wrapper.reset_workspace_buffer(workspace(1 << 24), workspace(1 << 23))
+    for rows in (8, 4, 8):
+        plan_on_device(wrapper, rows=rows)
+    with pytest.raises(PlanError, match="plan the largest batch first"):
+        plan_on_device(wrapper, rows=9)
+
+
+def test_a_refused_plan_on_the_device_leaves_no_kernels() -> None:
+    """The next plan of the host launches the kernels whose schedule it was made with."""
+    wrapper = prefill(1 << 13)
+    plan(wrapper)
+    with pytest.raises(PlanError, match="float_workspace_buffer has 8192 bytes"):
+        plan_on_device(wrapper, tokens=40000)
+    plan(wrapper)
+    first = wrapper._planner.active[0]
+    assert first.call.schedule == first.prepared.schedule_address and not first._is_of_all
+
+
+def test_another_workspace_forgets_a_graphs_options_of_runs() -> None:
+    wrapper, fresh = with_buffers(), prefill()
+    plan(wrapper)
+    wrapper.run(Q, KV, window_left=3)
+    wrapper.reset_workspace_buffer(workspace(1 << 24), workspace(1 << 23))
+    for which in (wrapper, fresh):
+        plan(which, causal=True)
+    for window in (3, -1):
+        torch.testing.assert_close(*(which.run(Q, KV, window_left=window) for which in (wrapper, fresh)))
+
+
+def test_a_wrapper_without_memory_for_its_first_plan_plans_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = prefill()
+    with monkeypatch.context() as patch:
+        patch.setattr(native.load(), "fp_slots_create", lambda *_: None)
+        with pytest.raises(flashpage.DeviceError):
+            plan(wrapper)
+    plan(wrapper)
+    assert wrapper.run(Q, KV).isfinite().all()
+
+
+def test_options_of_earlier_runs_take_no_memory() -> None:
+    wrapper = prefill()
+    for window in range(200):
+        plan(wrapper)
+        wrapper.run(Q, KV, window_left=window)
+    assert len(wrapper._planner._variations) <= 2
 
 
 def test_a_refused_mask_leaves_what_graphs_read() -> None:
