@@ -73,6 +73,13 @@ bool take_lengths(fp_batch& batch, void* const* tensors) {
   return true;
 }
 
+// Whether nothing gives the tokens of the requests' last pages.
+bool lacks_tokens(const fp_plan_call& call) {
+  const fp_batch& batch = *call.batch;
+  return call.problem.page_size > 1 && batch.last_page_len.data == nullptr && batch.kv_lens.data == nullptr &&
+         !batch.has_full_pages;
+}
+
 // Computes the sums over the lengths.
 void sum_up(fp_batch& batch) {
   batch.kv_begin = number(batch.kv_indptr, 0);
@@ -282,7 +289,7 @@ void* fp_py_plan(void*, void* const* arguments, intptr_t) {
   void* stream = host::pointer<void>(arguments[1]);
   fp_batch& batch = *call.batch;
   batch.page_source = nullptr;
-  if (!host::take_lengths(batch, arguments + 2)) return host::to_int(FP_OTHER_TENSORS);
+  if (!host::take_lengths(batch, arguments + 2) || host::lacks_tokens(call)) return host::to_int(FP_OTHER_TENSORS);
   host::sum_up(batch);
   if (batch.is_paged && !host::take_page_numbers(batch, arguments[6])) return host::to_int(FP_OTHER_PAGES);
   return host::to_int(host::without_interpreter([&] { return host::plan_batch(call, stream, false); }));

@@ -23,7 +23,7 @@ from ..native import fastcall
 from ..variants.places import CALL, CHANGED, Places
 from ..variants.spec import VariantSpec
 from . import gather_rows, lengths
-from .batch import Batch
+from .batch import BOUND_NAMES, Batch
 from .bounds import bounds_of
 from .buffers import PlanBuffer
 from .lengths import Given
@@ -42,8 +42,6 @@ _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
 _NO_CLASS, _ANY_ROWS = native.RowClass(0, -1), native.RowClass(0, 2**62)
 _ROWS, _ENTRIES, _PARTIAL_ROWS, _Q_LEN, _KV_LEN, _REQUESTS = range(1, 7)  # csrc/plan_call.h, fp_limit
 _HOW_TO_PASS = {"float": "to the constructor", "int": "with reset_workspace_buffer(float_workspace, int_workspace)"}
-
-
 # Rows, variant, whether lengths are known, contexts, what its launches are fixed to, whether rows are gathered.
 _Key: TypeAlias = tuple[int, VariantSpec | None, bool, ContextClass, tuple[int, int] | None, bool]
 
@@ -161,6 +159,8 @@ class OptionPlan:
         self.check(status, batch)
         if self.call.made_parts:
             self.gathered = None
+        if batch.is_graph:
+            self.call.row_class = _ANY_ROWS
         self.generation = batch.generation
         self._use_mask_tiles(batch)
 
@@ -192,8 +192,9 @@ class OptionPlan:
             partial_out, _ = batch.workspaces.partials(options.head_dim_vo)
             room = min(room, (gathered.k - partial_out) // (options.head_dim_vo * 4))
         call.most_partial_rows = room
-        # The next plan's gathered rows lie elsewhere.
-        call.row_class = _NO_CLASS if gathered is not None else _class_of(options, self._frozen_rows, whole)
+        # The next plan's gathered rows lie elsewhere. A graph's kernels are those of its first plan that succeeds.
+        is_for_one = gathered is not None or (batch.is_graph and self.generation == 0)
+        call.row_class = _NO_CLASS if is_for_one else _class_of(options, self._frozen_rows, whole)
         if self._parts is None and may_have_parts(options, batch.is_graph):
             self._parts = MixedBatchPlan(most_few_rows(options, batch.device))
             call.parts = self._parts.address if self._parts.most_few_rows else None
@@ -326,9 +327,9 @@ class OptionPlan:
             requests, total_rows = capacity.batch, capacity.rows_of(options)
         rows = self._frozen_rows or choose.packed_rows(options, requests, total_rows)
         if batch.is_graph:
+            if self.generation == 0:  # no plan has succeeded yet
+                rows, self._fixed_for = choose.packed_rows(options, requests, total_rows), (requests, total_rows)
             self._frozen_rows = rows  # one kernel for all batches of a graph, and one shape of its launches
-            if self._fixed_for is None:
-                self._fixed_for = requests, total_rows
         variant = None if options.variant is None else trace(options, 1.0, batch.device).spec
         key = rows, variant, has_known_lengths and not batch.is_graph, contexts, self._fixed_for, gathers
         prepared = self._prepared.get(key)
@@ -396,8 +397,8 @@ def over_limit(call: native.PlanCall, batch: Batch, options: Options) -> PlanErr
         batch.check_requests(struct.requests)
     if call.exceeded in (_Q_LEN, _KV_LEN):
         is_q = call.exceeded == _Q_LEN
-        name = "max_token_per_sequence" if is_q else "max_sequence_kv"
         bound, longest = batch.longest[0 if is_q else 1], result.max_q_len if is_q else result.max_kv_len
+        name = BOUND_NAMES[0 if is_q else 1]
         return PlanError(f"{name}={bound} but a request of the batch has {longest}: pass at least that, or None.")
     if batch.capacity is not None:
         return batch.capacity.complaint(call.exceeded == _ROWS, struct.rows_end, struct.kv_end, options)

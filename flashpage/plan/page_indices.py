@@ -220,7 +220,7 @@ class KvIndices:
 
 def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
     """Checks that every page number has 31 bits; returns the largest. On the device this costs one copy back."""
-    if first >= end:
+    if first >= min(end, indices.shape[0]):  # none, or an error that the planner reports
         return -1
     used = indices if first == 0 and end == indices.shape[0] else indices[first:end]
     if used.is_cpu:  # numpy, as torch's threads wait milliseconds for each other on a busy machine

@@ -196,7 +196,7 @@ class Planner:
         is_for_others = status in (native.OTHER_BATCH, native.WORKSPACE_TOO_SMALL)  # plan_held makes what is missing
         are_pages_taken = is_for_others or not self._indices_name
         if status == native.OTHER_TENSORS:
-            batch.take_judged(Lengths(*given))
+            batch.take_judged(Lengths(*given), self.options.page_size)
         elif status != native.OTHER_PAGES:
             first.check(native.OK if is_for_others else status, batch)
         end, max_page = batch.struct.kv_end, -1
@@ -241,19 +241,15 @@ class Planner:
         self.batch.struct.is_staged = self.is_graph
 
     def _forget(self, combinations: list[OptionPlan]) -> None:
-        """Plans them no longer, until a run uses them again."""
+        """Plans them no longer, until a run uses them again; frees their memory, unless a graph may read it."""
         for combination in combinations:
-            self._release(combination)
+            combination.generation = 0
+            if self.is_graph or combination.call.was_captured:
+                self._kept.append(combination.slot)
+            del combination.slot
         self.active = [combination for combination in self.active if combination not in combinations]
         self._variations = {name: found for name, found in self._variations.items() if found not in combinations}
         self.batch.struct.is_staged = self.is_graph and len(self.active) > 1
-
-    def _release(self, combination: OptionPlan) -> None:
-        """Frees the memory of its plans, unless a graph may read it."""
-        combination.generation = 0
-        if self.is_graph or combination.call.was_captured:
-            self._kept.append(combination.slot)
-        del combination.slot
 
     def plan_on_device(self, tables: TableLengths) -> None:
         """Plans on the device, from lengths there, for the options of plan and for those that runs have used."""
@@ -314,7 +310,7 @@ class Planner:
         self.invalidate()
         self.batch.tables = None
         host = self.batch.copied_to_host(lengths, self.options.page_size)
-        self.batch.take_judged(Lengths(*lengths) if host is None else host)
+        self.batch.take_judged(Lengths(*lengths) if host is None else host, self.options.page_size)
         self.batch.check_requests(self.batch.struct.requests)
 
     def set_mask(self, mask: Mask | None, non_blocking: bool) -> None:
@@ -329,30 +325,18 @@ class Planner:
 
     def bits(self) -> torch.Tensor:
         """Mask bits of each request of the present plan, q_len x kv_len, int64."""
-        q_indptr, _, kv_lens = self._numbers()
+        q_indptr, _, kv_lens = self.batch.numbers(self.options.page_size)
         return q_indptr.diff() * kv_lens
 
     def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_indptr, kv_indptr and last_page_len of the present plan, int64 on the host."""
-        q_indptr, kv_indptr, kv_lens = self._numbers()
+        q_indptr, kv_indptr, kv_lens = self.batch.numbers(self.options.page_size)
         page_size = max(1, self.options.page_size)
         return q_indptr, kv_indptr, torch.where(kv_lens > 0, (kv_lens - 1) % page_size + 1, 0)
 
     def kv_lens(self) -> torch.Tensor:
         """Tokens of each request of the present plan, int64 on the host."""
-        return self._numbers()[2]
-
-    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q_indptr, kv_indptr and tokens of each request."""
-        if self.batch.tables is not None:
-            return self.batch.tables.numbers()
-        q_indptr, kv_indptr, last_page_len, kv_lens = self.batch.by_request()
-        page_size = self.options.page_size
-        if kv_lens is None:
-            kv_lens = kv_indptr.diff() * max(1, page_size)
-            if page_size and last_page_len is not None:
-                kv_lens = (kv_lens + last_page_len - page_size).clamp(min=0)
-        return q_indptr, kv_indptr, kv_lens
+        return self.batch.numbers(self.options.page_size)[2]
 
     def find(self, variation: OptionOverride) -> OptionPlan:
         """The plan for a run's options. New ones are planned now, and at later plans as long as runs use them between
@@ -390,7 +374,7 @@ class Planner:
                 combination.plan_on_device(batch, batch.tables, self.plan_kernel)
         except BaseException:
             if is_new:
-                self._release(combination)
+                self._forget([combination])
             raise
         if is_new:
             self._add(combination)

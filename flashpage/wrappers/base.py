@@ -154,6 +154,7 @@ class Attention(Unique):
             session.invalidate()
             checks.flag("non_blocking", non_blocking)
         if tables is not None:
+            session.invalidate()
             indices = session.page_numbers_of(tables, lengths, indices)
         if mask is not None and mask is not KEEP_MASK and session.needs_judged_mask:
             session.judge_mask(mask, lengths)

@@ -304,6 +304,17 @@ def test_a_refused_plan_on_the_device_leaves_no_kernels() -> None:
     assert first.call.schedule == first.prepared.schedule_address and not first._is_of_all
 
 
+def test_launches_of_a_graph_have_the_shape_of_its_first_plan_that_succeeds() -> None:
+    wrapper, fresh = with_buffers(), with_buffers()
+    with pytest.raises(PlanError, match="outside 1..16"):
+        wrapper.plan(ints(0, 1), ints(0, 5), torch.arange(5).int(), ints(99), *HEADS, q_data_type=torch.float32)
+    for which in (wrapper, fresh):
+        for rows in (4000, 1):
+            plan(which, tokens=4000, rows=rows)
+    found, expected = (which._planner.active[0].prepared for which in (wrapper, fresh))
+    assert found.problem == expected.problem and found.problem.packed_rows >= 4000
+
+
 def test_another_workspace_forgets_a_graphs_options_of_runs() -> None:
     wrapper, fresh = with_buffers(), prefill()
     plan(wrapper)
@@ -331,6 +342,24 @@ def test_options_of_earlier_runs_take_no_memory() -> None:
         plan(wrapper)
         wrapper.run(Q, KV, window_left=window)
     assert len(wrapper._planner._variations) <= 2
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"block_tables": torch.zeros(1, 2).int()},
+        {"custom_mask": torch.ones(2400).bool(), "packed_custom_mask": torch.ones(300).byte()},
+        {"prefix_len_ptr": ints(3)},
+    ],
+    ids=["tables", "two masks", "items"],
+)
+def test_a_refused_plan_is_not_run_as_the_one_before(refused: dict[str, Any]) -> None:
+    wrapper = prefill()
+    plan(wrapper)
+    with pytest.raises(PlanError):
+        plan(wrapper, **refused)
+    with pytest.raises(RunError, match="and again if it failed"):
+        wrapper.run(Q, KV)
 
 
 def test_a_refused_mask_leaves_what_graphs_read() -> None:
