@@ -346,7 +346,10 @@ class Planner:
             found = self._combination(variation.over(self.options))
         if found.generation != self.generation:
             if is_capturing(self.device):
-                raise self._new_in_capture(variation)
+                raise RunError(
+                    f"{variation.differences(self.options)} is new to this wrapper while a graph is being captured. "
+                    "Run once with it before the capture, or pass it to plan."
+                )
             self._activate(found)
         self._variations[variation] = found
         found.used_at = self.generation
@@ -378,18 +381,6 @@ class Planner:
             raise
         if is_new:
             self._add(combination)
-
-    def _new_in_capture(self, variation: OptionOverride) -> RunError:
-        planned = OptionOverride.of_options(self.active[0].options)
-        changed = ", ".join(
-            f"{name}={value!r} (planned: {before!r})"
-            for name, value, before in zip(OptionOverride._fields, variation, planned, strict=True)
-            if value != before
-        )
-        return RunError(
-            f"{changed} is new to this wrapper while a graph is being captured. "
-            "Run once with it before the capture, or pass it to plan."
-        )
 
     def _combination(self, options: Options) -> OptionPlan:
         found = self._known.get(options)

@@ -284,21 +284,6 @@ def test_index_tensors_are_read_as_they_are(batch: Batch, change: Any) -> None:
     close(wrapper.run(batch.q, batch.cache), expected)
 
 
-def test_lengths_of_last_pages_may_be_left_out_only_if_tokens_are_known(batch: Batch) -> None:
-    """Partly filled pages that are read as full ones give wrong results without a word."""
-    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
-    sizes, tokens = (HEADS, KV_HEADS, DIM, PAGE), torch.tensor(KV_LENS, dtype=torch.int32)
-    fp32: dict[str, Any] = {"q_data_type": torch.float32}
-    wrapper.plan(batch.indptr, batch.indices, None, *sizes, **fp32, seq_lens=tokens)
-    close(wrapper.run(batch.q_decode, batch.cache), batch.expected(batch.q_decode))
-    wrapper.plan(torch.tensor([0, 3]), torch.arange(3), None, HEADS, KV_HEADS, DIM, 1, **fp32)  # a page is a token
-    pod, both = flashpage.PODWithPagedKVCacheWrapper(workspace()), flashpage.BatchAttention(device="cpu")
-    with pytest.raises(flashpage.PlanError, match="last_page_len=None and seq_lens=None"):
-        pod.plan(batch.indptr, batch.indices, None, *sizes, **fp32)
-    with pytest.raises(flashpage.PlanError, match="kv_len_arr=None: pass the tokens of each request"):
-        both.plan(batch.qo_indptr, *batch.pages()[:2], None, HEADS, KV_HEADS, DIM, DIM, PAGE, **fp32)
-
-
 def test_longer_indices_and_an_offset(batch: Batch) -> None:
     """sglang passes 256 page numbers more than needed; an indptr need not start at 0."""
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())

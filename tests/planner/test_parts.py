@@ -24,7 +24,6 @@ from flashpage.kernels.options import Options
 from flashpage.kernels.work import Problem
 from flashpage.plan import mixed_batch
 from flashpage.plan.buffers import PlanBuffer
-from flashpage.plan.option_plan import OptionPlan
 from flashpage.plan.report.mixed import PartedPlan
 
 HOPPER = torch.device("cuda:0")
@@ -318,25 +317,6 @@ def test_plans_of_both_kinds_follow_each_other(two_kernels: None) -> None:
         step.plan(wrapper)
         assert isinstance(wrapper.last_plan, PartedPlan) == (len(rows) > 2)
         same(step.run(wrapper), step.run(step.planned()))
-
-
-def test_a_batch_that_one_call_divides_has_a_side_stream(two_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that was not worth two plans chose the kernels; on a card, runs of two parts without a side stream end
-    the process."""
-    monkeypatch.setattr(mixed_batch.Fork, "handle", 4711)
-    longer = Step(kv_lens=tuple(10 * n for n in KV_LENS))
-    gains = []
-    for step in (Step(), longer):
-        struct = step.planned()._planner.active[0]._parts._struct
-        gains.append(struct.whole_ns - struct.parts_ns)
-    monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", sum(gains) / 2)
-    wrapper = longer.planned(disable_split_kv=True)  # makes room for as many page numbers, and divides nothing
-    Step().plan(wrapper)
-    plan = wrapper._planner.active[0]
-    assert not plan.call.made_parts
-    monkeypatch.setattr(OptionPlan, "plan_held", lambda *_: pytest.fail("the batch took more than one call"))
-    longer.plan(wrapper)
-    assert plan.call.made_parts and plan.fork == 4711
 
 
 def test_a_plan_in_parts_tells_of_both(two_kernels: None, tmp_path: Any) -> None:
