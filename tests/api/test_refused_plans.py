@@ -162,7 +162,7 @@ def test_a_refused_plan_is_not_run_as_the_one_before(refused: dict[str, Any]) ->
 
 
 def test_a_refused_mask_leaves_what_graphs_read() -> None:
-    given = {"custom_mask_buf": torch.zeros(300, dtype=torch.uint8), "mask_indptr_buf": ints(0, 0, 0)}
+    given = {"custom_mask_buf": torch.zeros(300, dtype=torch.uint8), "mask_indptr_buf": ints(0, 0)}
     wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=100, max_rows=16, **given)
     plan(wrapper, custom_mask=torch.ones(8 * 300).bool())
     read = [wrapper._planner.active[0].slot.memory, wrapper._paged_kv_indices_buf, given["custom_mask_buf"]]
@@ -173,6 +173,12 @@ def test_a_refused_mask_leaves_what_graphs_read() -> None:
         assert all(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
         with pytest.raises(RunError):
             wrapper.run(Q, KV)
+    two = (ints(0, 4, 8), ints(0, 1, 2), ints(3, 4), ints(16, 16))
+    with pytest.raises(PlanError, match="mask_indptr_buf has 2 entries"):
+        wrapper.plan(*two, *HEADS, q_data_type=torch.float32, custom_mask=torch.ones(8 * 16).bool())
+    assert all(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
+    with pytest.raises(RunError):
+        wrapper.run(Q, KV)
 
 
 def test_bounds_hold_for_one_plan() -> None:
