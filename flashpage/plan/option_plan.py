@@ -268,14 +268,6 @@ class OptionPlan:
             raise self._too_many_partials(batch.workspaces, result.num_partial_rows)
         raise over_limit(call, batch, self.options)
 
-    def check_limits(self, batch: Batch) -> None:
-        """Raises for a batch that is larger than the wrapper's limits."""
-        struct, call = batch.struct, self.call
-        has_many_rows = struct.rows_end > struct.most_total_rows
-        if has_many_rows or struct.kv_end > struct.most_entries:
-            call.exceeded = _ROWS if has_many_rows else _ENTRIES
-            raise over_limit(call, batch, self.options)
-
     def publish(self, batch: Batch) -> None:
         """Copies the plan that was staged to where launches read it."""
         native.check(native.load().fp_plan_publish(self._address, batch.stream))

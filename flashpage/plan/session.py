@@ -48,6 +48,8 @@ class Planner:
         self._variations: dict[OptionOverride, OptionPlan] = {}  # with the options of runs
         self._slot: PlanBuffer | None = None  # the first one's, whatever its options
         self._kept: list[PlanBuffer | torch.Tensor] = []  # plans that a graph may read
+        self._waits = False  # whether plans wait for `publish`
+        self._take_pages: Callable[[], None] | None = None  # when the plan is published
         self._last = 0  # number of the last complete plan
         self._indices_name = names.indices
         self.batch.struct.is_paged = bool(self._indices_name)
@@ -205,22 +207,39 @@ class Planner:
         first.plan_held(batch)
         if len(self.active) > 1 or self.is_graph:
             self._plan_others()
+        take = functools.partial(self.indices.take, kv_indices, end, max_page, non_blocking)
         if are_pages_taken:
             self.indices.tensor = kv_indices if self.indices.buffer is None else self.indices.buffer
+        elif self._waits:
+            self._take_pages = take
         else:
-            self.indices.take(kv_indices, end, max_page, non_blocking)
+            take()
 
     def _plan_others(self) -> None:
         """Plans the options of runs. Captured launches see the plans of all options, or of none if one is refused."""
         batch = self.batch
         if self.is_graph:
+            self._take_pages = None
             batch.most_rows = max(batch.most_rows, self.active[0].call.result.total_q)
             if batch.capacity is None and batch.struct.q_indptr.data and batch.struct.most_total_rows == NO_LIMIT:
                 batch.struct.most_total_rows = batch.struct.rows_end  # captured launches have the first plan's rows
         if len(self.active) > 1:
             self._keep_used(lambda other: other.plan_held(batch))
-            for combination in self.active if batch.struct.is_staged else ():
-                combination.publish(batch)
+            if self.is_graph and not self._waits:
+                self.publish()
+
+    def wait(self) -> None:
+        """Graph mode: makes later plans wait for `publish`. Plans of several objects can so reach captured launches
+        together, or not at all if one is refused."""
+        self._waits = True
+        self.batch.struct.is_staged = True
+
+    def publish(self) -> None:
+        """Copies the newest plan to where captured launches read it; the page numbers follow."""
+        for combination in self.active:
+            combination.publish(self.batch)
+        if self._take_pages is not None:
+            self._take_pages()
 
     def _keep_used(self, plan: Callable[[OptionPlan], None]) -> None:
         """Plans the options that runs have used since the last plan, and all of a graph's; forgets the others."""
@@ -249,7 +268,7 @@ class Planner:
             del combination.slot
         self.active = [combination for combination in self.active if combination not in combinations]
         self._variations = {name: found for name, found in self._variations.items() if found not in combinations}
-        self.batch.struct.is_staged = self.is_graph and len(self.active) > 1
+        self.batch.struct.is_staged = self._waits or (self.is_graph and len(self.active) > 1)
 
     def plan_on_device(self, tables: TableLengths) -> None:
         """Plans on the device, from lengths there, for the options of plan and for those that runs have used."""
@@ -281,16 +300,6 @@ class Planner:
     def page_numbers_of(self, tables: Any, lengths: Given, indices: Any) -> Any:
         """Page numbers of a batch that has tables, [requests, pages]; given `indices` must be equal to them."""
         return self.indices.from_tables(tables, lengths[1], indices, self._indices_name)
-
-    def judge(self, lengths: Given, kv_indices: Any) -> None:
-        """Graph mode: refuses lengths that captured launches cannot serve. It writes nothing; plan follows."""
-        if not self.active:  # nothing is captured yet
-            return
-        self._judge_lengths(lengths)
-        struct = self.batch.struct
-        self.active[0].check_limits(self.batch)
-        if self._indices_name:
-            self.indices.judge(kv_indices, struct.kv_begin, struct.kv_end, self._indices_name)
 
     @property
     def needs_judged_mask(self) -> bool:

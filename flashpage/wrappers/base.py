@@ -166,10 +166,6 @@ class Attention(Unique):
         if tables is not None:
             session.block_tables = tables
 
-    def judge(self, lengths: Lengths, pages: Pages) -> None:
-        """Graph mode: raises if `plan` would refuse the batch for its size."""
-        self.session.judge(lengths, pages.indices)
-
     def plan_on_device(self, tables: TableLengths, options: Options, values: RunOptions) -> None:
         """Plans by a launch on the current stream, from lengths that only the device knows."""
         if options is not self._configured:

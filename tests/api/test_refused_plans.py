@@ -187,3 +187,42 @@ def test_bounds_hold_for_one_plan() -> None:
         plan(wrapper, max_sequence_kv=100)
     plan(wrapper, max_sequence_kv=300)
     plan(wrapper, tokens=400)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_level_whose_partial_results_do_not_fit_leaves_the_others(dtype: torch.dtype) -> None:
+    """Captured launches of all levels of a cascade see the same batch."""
+
+    def cascade(float_bytes: int) -> flashpage.MultiLevelCascadeAttentionWrapper:
+        return flashpage.MultiLevelCascadeAttentionWrapper(
+            2,
+            workspace(float_bytes),
+            use_cuda_graph=True,
+            qo_indptr_buf_arr=[ints(0, 0), ints(0, 0, 0)],
+            paged_kv_indptr_buf_arr=[ints(0, 0), ints(0, 0, 0)],
+            paged_kv_indices_buf_arr=[torch.zeros(4096, dtype=torch.int32) for _ in range(2)],
+            paged_kv_last_page_len_buf_arr=[ints(0), ints(0, 0)],
+        )
+
+    def plan_levels(wrapper: Any, shared: int, own: tuple[int, int]) -> None:
+        tokens = torch.tensor([shared]), torch.tensor(own)
+        indptrs = [torch.cat([lens.new_zeros(1), (-(-lens // 16)).cumsum(0)]) for lens in tokens]
+        indices = [torch.arange(int(indptr[-1]), dtype=dtype).flip(0) for indptr in indptrs]
+        last = [(lens - 1) % 16 + 1 for lens in tokens]
+        rows = [ints(0, 2), ints(0, 1, 2)]
+        wrapper.plan(rows, indptrs, indices, last, 4, 1, 64, 16, q_data_type=torch.float32)
+
+    wrapper, fresh = cascade(1 << 13), cascade(1 << 20)
+    plan_levels(wrapper, 30, (20, 30))
+    sessions = [level.session for level in wrapper._levels]
+    read = [memory for session in sessions for memory in (session.active[0].slot.memory, session.indices.buffer)]
+    before = [memory.clone() for memory in read]
+    with pytest.raises(PlanError, match="float_workspace_buffer has 8192 bytes"):
+        plan_levels(wrapper, 40, (20, 30000))
+    assert all(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
+    with pytest.raises(RunError, match="no plan"):
+        wrapper.run(Q[:2], KV[:, :, :, :1])
+    for which in (wrapper, fresh):
+        plan_levels(which, 70, (2, 65))
+    torch.testing.assert_close(*(which.run(Q[:2], KV[:, :, :, :1]) for which in (wrapper, fresh)))
+    assert not any(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
