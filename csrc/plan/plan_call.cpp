@@ -51,7 +51,7 @@ void find_extremes(const T* ends, int64_t requests, fp_batch& batch) {
     most = std::max(most, rows);
   }
   batch.most_rows = static_cast<int64_t>(most);
-  batch.least_rows = most > 0 ? static_cast<int64_t>(least) + 1 : 0;
+  batch.least_rows = most > 0 ? static_cast<int64_t>(least + 1) : 0;
 }
 
 // Copies the lengths; returns false if a tensor is not on the host, missing or of the wrong size (see fp_py_plan).
@@ -80,6 +80,12 @@ bool lacks_tokens(const fp_plan_call& call) {
          !batch.has_full_pages;
 }
 
+// From one entry of an indptr to another. Entries beyond 31 bits are errors that the planner reports.
+int64_t count_between(int64_t begin, int64_t end) {
+  const auto bounded = [](int64_t entry) { return std::clamp<int64_t>(entry, -1, int64_t{1} << 31); };
+  return std::max<int64_t>(0, bounded(end) - bounded(begin));
+}
+
 // Computes the sums over the lengths.
 void sum_up(fp_batch& batch) {
   batch.kv_begin = number(batch.kv_indptr, 0);
@@ -90,8 +96,7 @@ void sum_up(fp_batch& batch) {
   const fp_index_array& ends = batch.q_indptr;
   if (ends.data == nullptr) return;
   batch.rows_end = number(ends, batch.requests);
-  batch.rows =
-      std::max<int64_t>(0, batch.rows_end - number(ends, 0));  // a negative number is an error that the planner reports
+  batch.rows = count_between(number(ends, 0), batch.rows_end);
   if (ends.is_int64) {
     find_extremes(static_cast<const int64_t*>(ends.data), batch.requests, batch);
   } else {
@@ -206,9 +211,9 @@ bool has_few_and_many(const fp_plan_call& call) {
 
 // Tokens of all requests: the given lengths, or all that the requests' pages hold.
 int64_t tokens_of(const fp_batch& batch, int64_t page_size) {
-  if (batch.kv_lens.data == nullptr) return (batch.kv_end - batch.kv_begin) * page_size;
+  if (batch.kv_lens.data == nullptr) return count_between(batch.kv_begin, batch.kv_end) * page_size;
   int64_t tokens = 0;
-  for (int32_t i = 0; i < batch.requests; ++i) tokens += number(batch.kv_lens, i);
+  for (int32_t i = 0; i < batch.requests; ++i) tokens += count_between(0, number(batch.kv_lens, i));
   return tokens;
 }
 

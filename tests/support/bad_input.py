@@ -108,6 +108,9 @@ TABLE = [
     plan("decode", "indptr", ints(0, 2, 3).to(torch.int16), "int16", "int32 or int64"),
     plan("decode", "indptr", ints(0, 2**40, 2**41, dtype=torch.int64), "31 bits"),
     plan("decode", "indptr", ints(2**40, 2**40 + 2, 2**40 + 3, dtype=torch.int64), "indptr[1]", "31 bits"),
+    plan(
+        "decode", "indptr", ints(0, 2, -(2**63), dtype=torch.int64), "indptr[2]=-9223372036854775808", "never decreases"
+    ),
     plan("decode", "indices", ints(5, -2, 7), "indices[1]=-2", "0 or more"),
     plan("decode", "indices", torch.tensor([5, 2**31, 7]), f"indices[1]={2**31}", "below 2^31"),
     plan("decode", "indices", torch.tensor([5.0, 2, 7]), "float32"),
