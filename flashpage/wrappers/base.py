@@ -28,7 +28,7 @@ from ..plan.bounds import workspace_bounds
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Given, Lengths, Names, batch_of, to_host
 from ..plan.option_plan import OptionPlan
-from ..plan.page_indices import KEEP_MASK, GivenPages, Mask, Pages
+from ..plan.page_indices import KEEP_MASK, GivenPages, Mask
 from ..plan.session import Planner, current_stream
 from ..run.binding import Binding
 from ..run.checks import (

@@ -67,7 +67,7 @@ class PrefillWrapper(Adapter):
             self._check(PrefillArguments(*arguments))
         self._now = self._planned
         if mask is not None and self._planner.is_graph:
-            self._check_mask_indptr(lengths)
+            self._check_mask_indptr(lengths[0])
         self._attention.plan(lengths, pages, self._options, self._now, mask, longest)
         if "_multi_item" in self.__dict__:
             self._copy_items()
@@ -83,10 +83,10 @@ class PrefillWrapper(Adapter):
         ends = ((self._planner.bits() + 7) // 8).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends]).to(self.device, torch.int32)
 
-    def _check_mask_indptr(self, lengths: Lengths) -> None:
+    def _check_mask_indptr(self, q_indptr: torch.Tensor | None) -> None:
         """Before the plan, which captured launches see."""
         buffer = self._graph_buffers["mask_indptr_buf"]
-        needed = batch_of(lengths.q_indptr, "qo_indptr") + 1
+        needed = batch_of(q_indptr, "qo_indptr") + 1
         if buffer is not None and buffer.numel() < needed:
             self._planner.invalidate()
             raise PlanError(f"mask_indptr_buf has {buffer.numel()} entries: pass [{needed}], batch + 1.")
