@@ -23,8 +23,6 @@ from .page_indices import Mask
 from .workspaces import Workspaces
 
 _MOST_KNOWN = 64  # sets of options kept with their kernels
-
-
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch's CPU builds lack it
 
 
@@ -207,13 +205,12 @@ class Planner:
         first.plan_held(batch)
         if len(self.active) > 1 or self.is_graph:
             self._plan_others()
-        take = functools.partial(self.indices.take, kv_indices, end, max_page, non_blocking)
         if are_pages_taken:
             self.indices.tensor = kv_indices if self.indices.buffer is None else self.indices.buffer
-        elif self._waits:
-            self._take_pages = take
-        else:
-            take()
+            return
+        self._take_pages = functools.partial(self.indices.take, kv_indices, end, max_page, non_blocking)
+        if not self._waits:
+            self._take_pages()
 
     def _plan_others(self) -> None:
         """Plans the options of runs. Captured launches see the plans of all options, or of none if one is refused."""
@@ -229,10 +226,8 @@ class Planner:
                 self.publish()
 
     def wait(self) -> None:
-        """Graph mode: makes later plans wait for `publish`. Plans of several objects can so reach captured launches
-        together, or not at all if one is refused."""
-        self._waits = True
-        self.batch.struct.is_staged = True
+        """Graph mode: later plans wait for `publish`, so that those of several objects reach launches together."""
+        self._waits = self.batch.struct.is_staged = True
 
     def publish(self) -> None:
         """Copies the newest plan to where captured launches read it; the page numbers follow."""
