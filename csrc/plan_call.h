@@ -17,6 +17,7 @@ struct fp_batch {
   int32_t* page_buffer;      // not null: captured launches read page numbers here; numbers elsewhere are copied here
   int64_t page_buffer_entries;
   fp_slots* page_slots;         // copy page numbers of the host to a buffer on a card; null: they are not taken
+  const int32_t* page_source;   // written: page numbers that the next published plan copies to page_buffer; or null
   const int32_t* page_numbers;  // written: where kernels read them
   int32_t* page_copies;         // the CPU's kernels read copies, so that later changes do not make them read elsewhere;
                                 // int64 page numbers of the host become int32 here
@@ -25,7 +26,9 @@ struct fp_batch {
   int32_t device_type;          // of the kernels, as in DLPack
   int32_t device_index;
   int32_t is_paged;         // page numbers are needed
+  int32_t has_full_pages;   // last_page_len and kv_lens need not be given
   int32_t checks_pages;     // page numbers on a card must be checked, so they are never taken here
+  int32_t is_staged;        // plans and page numbers stay on the host until fp_plan_publish
   int64_t most_total_rows;  // limits of a batch; larger rows_end or kv_end are refused before planning
   int64_t most_entries;
   int32_t least_requests, most_requests;  // limits of a batch
@@ -94,8 +97,12 @@ struct fp_plan_call {
 // Plans the current batch. is_chosen: the schedules are known to fit it; otherwise FP_OTHER_BATCH is returned if they
 // may not.
 FP_API int32_t fp_plan_batch(fp_plan_call*, void* stream, int32_t is_chosen);
+// Copies a staged plan to its destination, and page numbers that fp_py_plan took to their buffer, in the stream's
+// order.
+FP_API int32_t fp_plan_publish(fp_plan_call*, void* stream);
 // Takes (address of an fp_plan_call, stream, q_indptr, kv_indptr, last_page_len, kv_lens, page numbers). Lengths are
-// host tensors or None (kv_indptr is required, and q_indptr if the batch has no q_len_per_request); page numbers may be
-// None. Copies the lengths and plans. If captured launches read page numbers from a buffer, page numbers of the host
-// are copied there after the plan, in the stream's order.
+// host tensors or None (kv_indptr is required, q_indptr if the batch has no q_len_per_request, and last_page_len or
+// kv_lens for pages of several tokens that may be partly filled); page numbers may be None. Copies the lengths and
+// plans. If captured launches read page numbers from a buffer, page numbers of the host are copied there after the
+// plan, in the stream's order.
 FP_API void* fp_py_plan(void* self, void* const* arguments, intptr_t count);

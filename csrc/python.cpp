@@ -58,11 +58,7 @@ bool remember(void* object, fp_tensor_form& form) {
 char* address(void* object, const fp_tensor_form& form) {
   dlpack::Tensor tensor;
   if (!read_tensor(object, tensor) || !fits(tensor, form)) return nullptr;
-  char* data = static_cast<char*>(tensor.data) + tensor.byte_offset;
-  // A storage that was resized to nothing begins at 0, and its tensors at their offsets; memory seldom lies so low.
-  constexpr uintptr_t longest_offset = uintptr_t{1} << 40;
-  const bool may_be_freed = reinterpret_cast<uintptr_t>(data) < longest_offset;
-  return may_be_freed && !has_storage(object, form.bytes) ? nullptr : data;
+  return has_storage(object, form.bytes) ? static_cast<char*>(tensor.data) + tensor.byte_offset : nullptr;
 }
 
 bool overlap(const char* a, int64_t a_bytes, const char* b, int64_t b_bytes) {

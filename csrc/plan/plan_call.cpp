@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "errors.h"
 #include "plan/slots.h"
@@ -50,7 +51,7 @@ void find_extremes(const T* ends, int64_t requests, fp_batch& batch) {
     most = std::max(most, rows);
   }
   batch.most_rows = static_cast<int64_t>(most);
-  batch.least_rows = most > 0 ? static_cast<int64_t>(least) + 1 : 0;
+  batch.least_rows = most > 0 ? static_cast<int64_t>(least + 1) : 0;
 }
 
 // Copies the lengths; returns false if a tensor is not on the host, missing or of the wrong size (see fp_py_plan).
@@ -72,6 +73,19 @@ bool take_lengths(fp_batch& batch, void* const* tensors) {
   return true;
 }
 
+// Whether nothing gives the tokens of the requests' last pages.
+bool lacks_tokens(const fp_plan_call& call) {
+  const fp_batch& batch = *call.batch;
+  return call.problem.page_size > 1 && batch.last_page_len.data == nullptr && batch.kv_lens.data == nullptr &&
+         !batch.has_full_pages;
+}
+
+// From one entry of an indptr to another. Entries beyond 31 bits are errors that the planner reports.
+int64_t count_between(int64_t begin, int64_t end) {
+  const auto bounded = [](int64_t entry) { return std::clamp<int64_t>(entry, -1, int64_t{1} << 31); };
+  return std::max<int64_t>(0, bounded(end) - bounded(begin));
+}
+
 // Computes the sums over the lengths.
 void sum_up(fp_batch& batch) {
   batch.kv_begin = number(batch.kv_indptr, 0);
@@ -82,8 +96,7 @@ void sum_up(fp_batch& batch) {
   const fp_index_array& ends = batch.q_indptr;
   if (ends.data == nullptr) return;
   batch.rows_end = number(ends, batch.requests);
-  batch.rows =
-      std::max<int64_t>(0, batch.rows_end - number(ends, 0));  // a negative number is an error that the planner reports
+  batch.rows = count_between(number(ends, 0), batch.rows_end);
   if (ends.is_int64) {
     find_extremes(static_cast<const int64_t*>(ends.data), batch.requests, batch);
   } else {
@@ -131,17 +144,18 @@ int32_t largest_page(const dlpack::Tensor& tensor, const fp_batch& batch, int32_
                            : largest_page<int32_t, false>(numbers, count, nullptr);
 }
 
-// Returns false if the page numbers can neither be read in place nor copied, or if they must be checked first. Writes
-// the address of the numbers, which is that of the copies if the caller's are int64.
-bool take_page_numbers(fp_batch& batch, void* object, const int32_t*& numbers) {
+// Returns false if the page numbers can neither be read in place nor copied, or if they must be checked first. Numbers
+// of 64 bits are read from the copies.
+bool take_page_numbers(fp_batch& batch, void* object) {
   dlpack::Tensor tensor;
   const bool is_read = read_numbers(object, tensor) && tensor.shape[0] >= batch.kv_end && tensor.strides[0] == 1;
   if (!is_read || batch.checks_pages) return false;
   const bool is_on_host = tensor.device.type == dlpack::cpu, is_cpu = batch.device_type == dlpack::cpu;
   const bool is_copied = is_cpu || tensor.dtype.bits == 64;
-  numbers = reinterpret_cast<const int32_t*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
-  if (tensor.dtype.bits == 64) numbers = batch.page_copies;
-  if (batch.page_buffer != nullptr && numbers != batch.page_buffer) {
+  const char* data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
+  const int32_t* numbers = tensor.dtype.bits == 64 ? batch.page_copies : reinterpret_cast<const int32_t*>(data);
+  const bool is_for_buffer = batch.page_buffer != nullptr && numbers != batch.page_buffer;
+  if (is_for_buffer) {
     const bool has_way = is_cpu || batch.page_slots != nullptr;
     if (!is_on_host || !has_way || batch.kv_end > batch.page_buffer_entries) return false;
   } else if (tensor.device.type != batch.device_type || tensor.device.index != batch.device_index) {
@@ -155,16 +169,17 @@ bool take_page_numbers(fp_batch& batch, void* object, const int32_t*& numbers) {
   }
   const int32_t* read_in_place = batch.page_buffer != nullptr ? batch.page_buffer : numbers;
   batch.page_numbers = is_cpu ? batch.page_copies : read_in_place;
+  if (is_for_buffer && batch.kv_end > 0) batch.page_source = numbers;
   return true;
 }
 
 // Copies the page numbers that were taken to the memory that captured launches read.
-int32_t copy_page_numbers(const fp_batch& batch, const int32_t* numbers, void* stream) {
-  int32_t* const buffer = batch.page_buffer;
-  if (buffer == nullptr || numbers == buffer || batch.kv_end <= 0) return FP_OK;
+int32_t copy_page_numbers(fp_batch& batch, void* stream) {
+  const int32_t* const numbers = std::exchange(batch.page_source, nullptr);
+  if (numbers == nullptr) return FP_OK;
   const int64_t bytes = batch.kv_end * static_cast<int64_t>(sizeof(int32_t));
-  if (batch.page_slots != nullptr) return fp_slots_copy(batch.page_slots, numbers, bytes, buffer, stream);
-  std::memmove(buffer, numbers, bytes);
+  if (batch.page_slots != nullptr) return fp_slots_copy(batch.page_slots, numbers, bytes, batch.page_buffer, stream);
+  std::memmove(batch.page_buffer, numbers, bytes);
   return FP_OK;
 }
 
@@ -196,9 +211,9 @@ bool has_few_and_many(const fp_plan_call& call) {
 
 // Tokens of all requests: the given lengths, or all that the requests' pages hold.
 int64_t tokens_of(const fp_batch& batch, int64_t page_size) {
-  if (batch.kv_lens.data == nullptr) return (batch.kv_end - batch.kv_begin) * page_size;
+  if (batch.kv_lens.data == nullptr) return count_between(batch.kv_begin, batch.kv_end) * page_size;
   int64_t tokens = 0;
-  for (int32_t i = 0; i < batch.requests; ++i) tokens += number(batch.kv_lens, i);
+  for (int32_t i = 0; i < batch.requests; ++i) tokens += count_between(0, number(batch.kv_lens, i));
   return tokens;
 }
 
@@ -219,7 +234,7 @@ bool is_for(fp_plan_call& call) {
          holds(call.many_class, parts.many_requests, parts.many_rows);
 }
 
-int32_t plan_batch(fp_plan_call& call, void* stream, bool is_chosen) {
+int32_t write_plan(fp_plan_call& call, bool is_chosen) {
   const fp_batch& batch = *call.batch;
   fp_problem& problem = call.problem;
   problem.batch = batch.requests;
@@ -237,8 +252,20 @@ int32_t plan_batch(fp_plan_call& call, void* stream, bool is_chosen) {
                                                            : 0;
   if (call.exceeded != 0) return FP_OVER_LIMIT;
   if (!is_chosen && !is_for(call)) return FP_OTHER_BATCH;
-  if (has_few_and_many(call) && slots_plan_parts(call, stream) == FP_OK) return FP_OK;
-  return slots_plan(call, stream);
+  if (has_few_and_many(call) && slots_plan_parts(call) == FP_OK) return FP_OK;
+  return slots_plan(call);
+}
+
+int32_t publish(fp_plan_call& call, void* stream) {
+  const int32_t status = slots_publish(call, stream);
+  return status == FP_OK ? copy_page_numbers(*call.batch, stream) : status;
+}
+
+int32_t plan_batch(fp_plan_call& call, void* stream, bool is_chosen) noexcept {
+  return guarded("fp_plan_batch", [&] {
+    const int32_t status = write_plan(call, is_chosen);
+    return status != FP_OK || call.batch->is_staged ? status : publish(call, stream);
+  });
 }
 
 }  // namespace
@@ -255,21 +282,20 @@ void fp_batch_sum_up(fp_batch* batch) { host::sum_up(*batch); }
 int64_t fp_batch_tokens(const fp_batch* batch, int64_t page_size) { return host::tokens_of(*batch, page_size); }
 
 int32_t fp_plan_batch(fp_plan_call* call, void* stream, int32_t is_chosen) {
-  return host::guarded("fp_plan_batch", [&] { return host::plan_batch(*call, stream, is_chosen != 0); });
+  return host::plan_batch(*call, stream, is_chosen != 0);
+}
+
+int32_t fp_plan_publish(fp_plan_call* call, void* stream) {
+  return host::guarded("fp_plan_publish", [&] { return host::publish(*call, stream); });
 }
 
 void* fp_py_plan(void*, void* const* arguments, intptr_t) {
   auto& call = *host::pointer<fp_plan_call>(arguments[0]);
   void* stream = host::pointer<void>(arguments[1]);
   fp_batch& batch = *call.batch;
-  if (!host::take_lengths(batch, arguments + 2)) return host::to_int(FP_OTHER_TENSORS);
+  batch.page_source = nullptr;
+  if (!host::take_lengths(batch, arguments + 2) || host::lacks_tokens(call)) return host::to_int(FP_OTHER_TENSORS);
   host::sum_up(batch);
-  const int32_t* pages = batch.page_buffer;
-  if (batch.is_paged && !host::take_page_numbers(batch, arguments[6], pages)) return host::to_int(FP_OTHER_PAGES);
-  return host::to_int(host::without_interpreter([&] {
-    return host::guarded("fp_plan_batch", [&] {
-      const int32_t status = host::plan_batch(call, stream, false);
-      return status == FP_OK ? host::copy_page_numbers(batch, pages, stream) : status;
-    });
-  }));
+  if (batch.is_paged && !host::take_page_numbers(batch, arguments[6])) return host::to_int(FP_OTHER_PAGES);
+  return host::to_int(host::without_interpreter([&] { return host::plan_batch(call, stream, false); }));
 }

@@ -172,22 +172,13 @@ int32_t write_into_slot(fp_plan_call& call, Write&& write) {
 }
 
 template <class Write>
-int32_t write_and_copy(fp_plan_call& call, void* stream, Write&& write) {
-  fp_slots& ring = *call.slots;
-  if (ring.driver == nullptr) {
-    if (int32_t status = write_into_slot(call, write); status != FP_OK) return status;
-    ring.last = ring.slots[ring.next].bytes;
-    std::memcpy(call.destination, ring.last, call.result.used_bytes);
-    return FP_OK;
-  }
+int32_t write_plan(fp_plan_call& call, Write&& write) {
+  const fp_slots& ring = *call.slots;
+  if (ring.driver == nullptr) return write_into_slot(call, write);
   cuda::CurrentContext current(*ring.driver, ring.context);
   if (int32_t status = current.status(); status != FP_OK) return status;
-  {
-    cuda::RelaxedCapture relaxed(*ring.driver);
-    if (int32_t status = write_into_slot(call, write); status != FP_OK) return status;
-  }
-  return copy_on_device(ring, call.destination, call.result.used_bytes, static_cast<cuda::Stream>(stream),
-                        call.was_captured);
+  cuda::RelaxedCapture relaxed(*ring.driver);
+  return write_into_slot(call, write);
 }
 
 }  // namespace
@@ -224,9 +215,9 @@ void fp_slots_destroy(fp_slots* ring) {
   delete ring;
 }
 
-int32_t host::slots_plan(fp_plan_call& call, void* stream) {
+int32_t host::slots_plan(fp_plan_call& call) {
   fp_plan_result& result = call.result;
-  return write_and_copy(call, stream, [&](void* bytes, int64_t room) -> int32_t {
+  return write_plan(call, [&](void* bytes, int64_t room) -> int32_t {
     const int32_t status = fp_plan(&call.problem, call.schedule, bytes, room, &result);
     if (status != FP_OK) return status;
     call.exceeded = result.num_partial_rows > call.most_partial_rows ? FP_LIMIT_PARTIAL_ROWS
@@ -237,15 +228,28 @@ int32_t host::slots_plan(fp_plan_call& call, void* stream) {
   });
 }
 
-int32_t host::slots_plan_parts(fp_plan_call& call, void* stream) {
+int32_t host::slots_plan_parts(fp_plan_call& call) {
   fp_parts& parts = *call.parts;
   parts.most_partial_rows = call.most_partial_rows;
-  const int32_t status = write_and_copy(call, stream, [&](void* bytes, int64_t room) -> int32_t {
+  const int32_t status = write_plan(call, [&](void* bytes, int64_t room) -> int32_t {
     const int32_t planned = plan_parts(call.problem, parts, bytes, room, call.result);
     return planned == FP_OK && parts.few_ctas == 0 ? FP_OTHER_BATCH : planned;
   });
   call.made_parts = status == FP_OK;
   return status;
+}
+
+int32_t host::slots_publish(fp_plan_call& call, void* stream) {
+  fp_slots& ring = *call.slots;
+  if (ring.driver == nullptr) {
+    ring.last = ring.slots[ring.next].bytes;
+    std::memcpy(call.destination, ring.last, call.result.used_bytes);
+    return FP_OK;
+  }
+  cuda::CurrentContext current(*ring.driver, ring.context);
+  if (int32_t status = current.status(); status != FP_OK) return status;
+  return copy_on_device(ring, call.destination, call.result.used_bytes, static_cast<cuda::Stream>(stream),
+                        call.was_captured);
 }
 
 int32_t fp_slots_copy(fp_slots* ring, const void* bytes, int64_t size, void* destination, void* stream) {

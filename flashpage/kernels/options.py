@@ -134,6 +134,11 @@ class OptionOverride(NamedTuple):
         changed["causal"] = self.causal and not planned.has_mask
         return dataclasses.replace(planned, **changed)
 
+    def differences(self, planned: Options) -> str:
+        """The values that differ from the planned ones, for an error."""
+        values = zip(self._fields, self, OptionOverride.of_options(planned), strict=True)
+        return ", ".join(f"{name}={value!r} (planned: {before!r})" for name, value, before in values if value != before)
+
 
 def check_options(
     *,

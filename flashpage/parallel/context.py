@@ -22,7 +22,7 @@ from .layout import ContextLayout, LocalPages, check_lists
 from .mask import Visible
 from .merge import StateGroup
 
-_NAMES = Names("qo_indptr", "kv_indptr", "last_page_len", "seq_lens", "kv_indices")
+_NAMES = Names("qo_indptr", "kv_indptr", "seq_lens", "seq_lens", "kv_indices")
 _PAGES = ("all", "own")
 _REFUSED = {
     "pos_encoding_mode": "a rank does not know where in a request its tokens stand: rotate q and K before",

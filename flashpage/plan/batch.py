@@ -16,7 +16,7 @@ from ..kernels import devices
 from ..kernels.options import Options
 from .capacity import Capacity
 from .device_lengths import TableLengths
-from .lengths import Given, Lengths, Names, batch_of, to_host, wrong_shape
+from .lengths import Given, Lengths, Names, batch_of, lengths_are_missing, to_host, wrong_shape
 from .mixed_batch import Fork
 from .page_indices import KvIndices, MaskBits
 from .workspaces import Workspaces
@@ -28,6 +28,7 @@ _ANY_COUNT = (0, 2**31 - 1)
 # Bounds for the rows and for the tokens of every request, which the caller passed with the lengths; None: no bound.
 Longest: TypeAlias = tuple[int | None, int | None]
 NO_BOUNDS: Longest = None, None
+BOUND_NAMES = ("max_token_per_sequence", "max_sequence_kv")
 
 
 class Batch:
@@ -70,6 +71,7 @@ class Batch:
         self.mask = MaskBits(device)
         self.struct = struct = native.BatchStruct(most_total_rows=NO_LIMIT, most_entries=NO_LIMIT)
         struct.longest_q = struct.longest_kv = NO_LIMIT
+        struct.has_full_pages = not names.last_page_len
         struct.least_requests, struct.most_requests = _ANY_COUNT
         self.longest = NO_BOUNDS
         self.address = ctypes.addressof(struct)
@@ -124,8 +126,11 @@ class Batch:
 
     def use_bounds(self, longest: Longest) -> None:
         """Sets the bounds, beyond which a request is refused."""
+        limits = [
+            NO_LIMIT if bound is None else checks.whole(name, bound, 0, NO_LIMIT)
+            for name, bound in zip(BOUND_NAMES, longest, strict=True)
+        ]
         self.longest = longest
-        limits = (NO_LIMIT if bound is None else int(bound) for bound in longest)
         self.struct.longest_q, self.struct.longest_kv = limits
 
     def use_row_runs(self, row_runs: torch.Tensor | None) -> None:
@@ -146,8 +151,10 @@ class Batch:
             lengths = lengths._replace(last_page_len=None)  # pages of one token: last_page_len says nothing
         return to_host(lengths)
 
-    def take_judged(self, given: Lengths) -> None:
+    def take_judged(self, given: Lengths, page_size: int) -> None:
         """Takes lengths on the host that the library could not read in place, one by one."""
+        if page_size > 1 and given.last_page_len is given.kv_lens is None and not self.struct.has_full_pages:
+            raise lengths_are_missing(self.names)
         first = 1 if given.q_indptr is None and self.struct.q_len_per_request else 0
         requests = batch_of(given[first], self.names[first])
         checks.tensor(given.kv_indptr, self.names[1], PlanError)
@@ -163,14 +170,20 @@ class Batch:
                 self._hold(i, tensor, requests + (i < 2))
         native.load().fp_batch_sum_up(self.address)
 
-    def by_request(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """q_indptr, kv_indptr, last_page_len and kv_lens, int64; each of the last two is None if it was not given."""
+    def numbers(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q_indptr, kv_indptr and tokens of each request, int64 on the host."""
+        if self.tables is not None:
+            return self.tables.numbers()
         found = [None if array.data is None else self._numbers(i).long() for i, array in enumerate(self._arrays)]
         q_indptr, kv_indptr, last_page_len, kv_lens = found
         assert kv_indptr is not None
         if q_indptr is None:
             q_indptr = torch.arange(self.struct.requests + 1, device="cpu") * self.struct.q_len_per_request
-        return q_indptr, kv_indptr, last_page_len, kv_lens
+        if kv_lens is None:
+            kv_lens = kv_indptr.diff() * max(1, page_size)
+            if page_size and last_page_len is not None:
+                kv_lens = (kv_lens + last_page_len - page_size).clamp(min=0)
+        return q_indptr, kv_indptr, kv_lens
 
     def _make_room(self, requests: int) -> None:
         self._most = requests

@@ -32,7 +32,8 @@ Given: TypeAlias = tuple[torch.Tensor | None, ...]
 
 
 class Names(NamedTuple):
-    """The caller's names for lengths and page numbers; `indices` "" means that K and V are ragged."""
+    """The caller's names for lengths and page numbers. `indices` "": K and V are ragged. `last_page_len` "": all pages
+    are full. `last_page_len` equal to `kv_lens`: the caller has no argument for last pages."""
 
     q_indptr: str
     kv_indptr: str
@@ -82,6 +83,16 @@ def wrong_shape(tensor: torch.Tensor, length: int, name: str) -> PlanError:
     else:
         fix = f"the batch has {length} requests (expected {length}): pass one entry a request."
     return PlanError(f"{name} has {tensor.shape[0]} entries but {fix}")
+
+
+def lengths_are_missing(names: Names) -> PlanError:
+    """The error for pages whose tokens nothing gives."""
+    if names.last_page_len == names.kv_lens:
+        return PlanError(f"{names.kv_lens}=None: pass the tokens of each request, [batch].")
+    return PlanError(
+        f"{names.last_page_len}=None and {names.kv_lens}=None: pass the tokens in each request's last page, "
+        "or the tokens of each request, [batch]."
+    )
 
 
 def complaint(result: native.PlanResult, names: Names, page_size: int) -> PlanError:

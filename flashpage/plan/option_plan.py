@@ -12,10 +12,9 @@ from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
 from .. import native
 from ..base.errors import DeviceError, PlanError
+from ..base.memory import is_capturing
 from ..kernels import choose
 from ..kernels.context_classes import CLASSES, ContextClass
 from ..kernels.context_lengths import ContextLengths
@@ -24,7 +23,7 @@ from ..native import fastcall
 from ..variants.places import CALL, CHANGED, Places
 from ..variants.spec import VariantSpec
 from . import gather_rows, lengths
-from .batch import Batch
+from .batch import BOUND_NAMES, Batch
 from .bounds import bounds_of
 from .buffers import PlanBuffer
 from .lengths import Given
@@ -43,8 +42,6 @@ _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
 _NO_CLASS, _ANY_ROWS = native.RowClass(0, -1), native.RowClass(0, 2**62)
 _ROWS, _ENTRIES, _PARTIAL_ROWS, _Q_LEN, _KV_LEN, _REQUESTS = range(1, 7)  # csrc/plan_call.h, fp_limit
 _HOW_TO_PASS = {"float": "to the constructor", "int": "with reset_workspace_buffer(float_workspace, int_workspace)"}
-
-
 # Rows, variant, whether lengths are known, contexts, what its launches are fixed to, whether rows are gathered.
 _Key: TypeAlias = tuple[int, VariantSpec | None, bool, ContextClass, tuple[int, int] | None, bool]
 
@@ -161,7 +158,9 @@ class OptionPlan:
             status = self.slot.plan(self._address, batch.stream, True)
         self.check(status, batch)
         if self.call.made_parts:
-            self.gathered, self.fork = None, batch.fork.handle
+            self.gathered = None
+        if batch.is_graph:
+            self.call.row_class = _ANY_ROWS
         self.generation = batch.generation
         self._use_mask_tiles(batch)
 
@@ -193,8 +192,9 @@ class OptionPlan:
             partial_out, _ = batch.workspaces.partials(options.head_dim_vo)
             room = min(room, (gathered.k - partial_out) // (options.head_dim_vo * 4))
         call.most_partial_rows = room
-        # The next plan's gathered rows lie elsewhere.
-        call.row_class = _NO_CLASS if gathered is not None else _class_of(options, self._frozen_rows, whole)
+        # The next plan's gathered rows lie elsewhere. A graph's kernels are those of its first plan that succeeds.
+        is_for_one = gathered is not None or (batch.is_graph and self.generation == 0)
+        call.row_class = _NO_CLASS if is_for_one else _class_of(options, self._frozen_rows, whole)
         if self._parts is None and may_have_parts(options, batch.is_graph):
             self._parts = MixedBatchPlan(most_few_rows(options, batch.device))
             call.parts = self._parts.address if self._parts.most_few_rows else None
@@ -213,6 +213,7 @@ class OptionPlan:
             call.parts = None
             return
         parts.use(whole, few, many)
+        self.fork = batch.fork.handle  # also if this batch stays whole: plan may divide the next one by itself
         call.few_class, call.many_class = (_class_of(self.options, 0, prepared) for prepared in (few, many))
 
     def _follow_variant(self, batch: Batch) -> None:
@@ -240,8 +241,7 @@ class OptionPlan:
         """Gives the slot more memory for a plan of that many bytes, unless a graph may read it; returns whether it
         did."""
         slot, workspaces = self.slot, batch.workspaces
-        is_capturing = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if is_capturing or (batch.is_graph and slot.is_used):
+        if is_capturing(batch.device) or (batch.is_graph and slot.is_used):
             return False
         is_workspace = slot.memory is workspaces.int_buffer
         slot.grow(needed)
@@ -268,22 +268,23 @@ class OptionPlan:
             raise self._too_many_partials(batch.workspaces, result.num_partial_rows)
         raise over_limit(call, batch, self.options)
 
-    def check_limits(self, batch: Batch) -> None:
-        """Raises for a batch that is larger than the wrapper's limits."""
-        struct, call = batch.struct, self.call
-        has_many_rows = struct.rows_end > struct.most_total_rows
-        if has_many_rows or struct.kv_end > struct.most_entries:
-            call.exceeded = _ROWS if has_many_rows else _ENTRIES
-            raise over_limit(call, batch, self.options)
+    def publish(self, batch: Batch) -> None:
+        """Copies the plan that was staged to where launches read it."""
+        native.check(native.load().fp_plan_publish(self._address, batch.stream))
+
+    def prepare_on_device(self, batch: Batch, tables: TableLengths) -> None:
+        """Chooses the kernels for lengths on the device, and checks that the workspaces suffice."""
+        self.gathered, self._is_of_all, self.call.made_parts = None, True, 0
+        self.choose_again()
+        self._whole = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
+        tables.take(self.options)
+        self._check_tables(batch, self._whole, tables)
 
     def plan_on_device(self, batch: Batch, tables: TableLengths, kernel: int | None) -> None:
-        """Plans from lengths on the device, by a launch that a graph may capture; `kernel`: None on the CPU."""
-        self.gathered, self._is_of_all, self.call.made_parts = None, True, 0
-        self._whole = prepared = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
+        """Plans by a launch that a graph may capture, after prepare_on_device; `kernel`: None on the CPU."""
         tables.take(self.options)
-        self._check_tables(batch, prepared, tables)
-        self.slot.plan_tables(prepared, tables, kernel, batch.stream, batch.card.has_pdl)
-        self.choose_again()
+        self.slot.plan_tables(self._whole, tables, kernel, batch.stream, batch.card.has_pdl)
+        self.call.was_captured |= is_capturing(batch.device)
         self.generation = batch.generation
         self._use_mask_tiles(batch)
 
@@ -318,9 +319,9 @@ class OptionPlan:
             requests, total_rows = capacity.batch, capacity.rows_of(options)
         rows = self._frozen_rows or choose.packed_rows(options, requests, total_rows)
         if batch.is_graph:
+            if self.generation == 0:  # no plan has succeeded yet
+                rows, self._fixed_for = choose.packed_rows(options, requests, total_rows), (requests, total_rows)
             self._frozen_rows = rows  # one kernel for all batches of a graph, and one shape of its launches
-            if self._fixed_for is None:
-                self._fixed_for = requests, total_rows
         variant = None if options.variant is None else trace(options, 1.0, batch.device).spec
         key = rows, variant, has_known_lengths and not batch.is_graph, contexts, self._fixed_for, gathers
         prepared = self._prepared.get(key)
@@ -388,8 +389,8 @@ def over_limit(call: native.PlanCall, batch: Batch, options: Options) -> PlanErr
         batch.check_requests(struct.requests)
     if call.exceeded in (_Q_LEN, _KV_LEN):
         is_q = call.exceeded == _Q_LEN
-        name = "max_token_per_sequence" if is_q else "max_sequence_kv"
         bound, longest = batch.longest[0 if is_q else 1], result.max_q_len if is_q else result.max_kv_len
+        name = BOUND_NAMES[0 if is_q else 1]
         return PlanError(f"{name}={bound} but a request of the batch has {longest}: pass at least that, or None.")
     if batch.capacity is not None:
         return batch.capacity.complaint(call.exceeded == _ROWS, struct.rows_end, struct.kv_end, options)

@@ -120,7 +120,7 @@ class KvIndices:
             raise PlanError(
                 f"{name} has shape {tuple(indices.shape)} and dtype {dtype}: pass int32 or int64 of one dimension."
             )
-        if count < end < 2**31:  # more are an error that the planner reports
+        if count < end and (end < 2**31 or first == end):  # otherwise the planner reports the error
             raise PlanError(f"{name} has {count} entries but the indptr ends at {end}: pass every page number.")
         if self.buffer is not None and self.buffer.shape[0] < end < 2**31:
             raise PlanError(
@@ -220,7 +220,7 @@ class KvIndices:
 
 def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
     """Checks that every page number has 31 bits; returns the largest. On the device this costs one copy back."""
-    if first >= end:
+    if not 0 <= first < min(end, indices.shape[0]):  # none, or an error that the planner reports
         return -1
     used = indices if first == 0 and end == indices.shape[0] else indices[first:end]
     if used.is_cpu:  # numpy, as torch's threads wait milliseconds for each other on a busy machine

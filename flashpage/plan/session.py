@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from .page_indices import Mask
 from .workspaces import Workspaces
 
 _MOST_KNOWN = 64  # sets of options kept with their kernels
-
-
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch's CPU builds lack it
 
 
@@ -47,6 +46,8 @@ class Planner:
         self._variations: dict[OptionOverride, OptionPlan] = {}  # with the options of runs
         self._slot: PlanBuffer | None = None  # the first one's, whatever its options
         self._kept: list[PlanBuffer | torch.Tensor] = []  # plans that a graph may read
+        self._waits = False  # whether plans wait for `publish`
+        self._take_pages: Callable[[], None] | None = None  # when the plan is published
         self._last = 0  # number of the last complete plan
         self._indices_name = names.indices
         self.batch.struct.is_paged = bool(self._indices_name)
@@ -67,9 +68,7 @@ class Planner:
         self._workspaces_changed()
         if self._slot is not None:
             self._slot.attach(self.active[0].call, buffer)
-        for other in self.active[1:]:  # their plans need as much room
-            self._release(other)
-        del self.active[1:]
+        self._forget(self.active[1:])  # their plans need as much room
 
     def _workspaces_changed(self) -> None:
         self.invalidate()
@@ -148,18 +147,16 @@ class Planner:
         """Takes options that differ from the last plan's. Options of runs are planned again when a run uses them; those
         of a graph stay, as its launches read their plans."""
         self.invalidate()
+        first = self._combination(options)
+        if self._slot is None:
+            self._slot = PlanBuffer(self.device_index, self.workspaces.int_buffer, first.call)
         before, kept = self.active, self._variations if self.is_graph else {}
         same_heads = bool(before) and _heads(before[0].options) == _heads(options)
         slots = {variation: found.slot for variation, found in kept.items() if same_heads and found is not before[0]}
-        for other in before[1:]:
-            self._release(other)
-        self.active, self._variations = [self._combination(options)], {}
+        self._forget(before[1:])
+        self.active, self._variations = [first], {}
         self.batch.use_options(options)
-        first = self.active[0]
-        if self._slot is None:
-            self._slot = PlanBuffer(self.device_index, self.workspaces.int_buffer, first.call)
-        else:
-            self._slot.attach(first.call)
+        self._slot.attach(first.call)
         first.slot = self._slot
         first.choose_again()
         for variation, slot in slots.items():
@@ -167,7 +164,7 @@ class Planner:
             if combination not in self.active:
                 combination.slot = slot
                 slot.attach(combination.call)
-                self.active.append(combination)
+                self._add(combination)
             self._variations[variation] = combination
 
     def plan(self, given: Given, kv_indices: Any, non_blocking: bool, longest: Longest = NO_BOUNDS) -> None:
@@ -187,8 +184,8 @@ class Planner:
             self._plan_judged(status, given, kv_indices, non_blocking)
         else:
             self.indices.tensor = kv_indices if self.indices.buffer is None else self.indices.buffer
-        if len(self.active) > 1 or self.is_graph:
-            self._plan_others()
+            if len(self.active) > 1 or self.is_graph:
+                self._plan_others()
         self._last = self.generation
         self.is_planned = True
 
@@ -196,64 +193,95 @@ class Planner:
         """A plan that one foreign call could not make: lengths or page numbers in another place, another kernel, or an
         error. Memory of captured launches is written last."""
         batch, first = self.batch, self.active[0]
-        is_paged = bool(self._indices_name)
         is_for_others = status in (native.OTHER_BATCH, native.WORKSPACE_TOO_SMALL)  # plan_held makes what is missing
-        are_pages_taken = not is_paged or (is_for_others and self.indices.buffer is None)
+        are_pages_taken = is_for_others or not self._indices_name
         if status == native.OTHER_TENSORS:
-            batch.take_judged(Lengths(*given))
+            batch.take_judged(Lengths(*given), self.options.page_size)
         elif status != native.OTHER_PAGES:
             first.check(native.OK if is_for_others else status, batch)
         end, max_page = batch.struct.kv_end, -1
         if not are_pages_taken and end <= batch.struct.most_entries:
             max_page = self.indices.judge(kv_indices, batch.struct.kv_begin, end, self._indices_name)
         first.plan_held(batch)
+        if len(self.active) > 1 or self.is_graph:
+            self._plan_others()
         if are_pages_taken:
-            self.indices.tensor = kv_indices
-        else:
-            self.indices.take(kv_indices, end, max_page, non_blocking)
+            self.indices.tensor = kv_indices if self.indices.buffer is None else self.indices.buffer
+            return
+        self._take_pages = functools.partial(self.indices.take, kv_indices, end, max_page, non_blocking)
+        if not self._waits:
+            self._take_pages()
 
     def _plan_others(self) -> None:
-        """Plans the options that runs have used since the last plan, and all of a graph's; forgets the others."""
+        """Plans the options of runs. Captured launches see the plans of all options, or of none if one is refused."""
         batch = self.batch
         if self.is_graph:
+            self._take_pages = None
             batch.most_rows = max(batch.most_rows, self.active[0].call.result.total_q)
             if batch.capacity is None and batch.struct.q_indptr.data and batch.struct.most_total_rows == NO_LIMIT:
                 batch.struct.most_total_rows = batch.struct.rows_end  # captured launches have the first plan's rows
+        if len(self.active) > 1:
+            self._keep_used(lambda other: other.plan_held(batch))
+            if self.is_graph and not self._waits:
+                self.publish()
+
+    def wait(self) -> None:
+        """Graph mode: later plans wait for `publish`, so that those of several objects reach launches together."""
+        self._waits = self.batch.struct.is_staged = True
+
+    def publish(self) -> None:
+        """Copies the newest plan to where captured launches read it; the page numbers follow."""
+        for combination in self.active:
+            combination.publish(self.batch)
+        if self._take_pages is not None:
+            self._take_pages()
+
+    def _keep_used(self, plan: Callable[[OptionPlan], None]) -> None:
+        """Plans the options that runs have used since the last plan, and all of a graph's; forgets the others."""
         for other in self.active[1:]:
             is_needed = self.is_graph or other.call.was_captured
             try:
                 if is_needed or other.used_at >= self._last:
-                    other.plan_held(batch)
+                    plan(other)
                     continue
             except PlanError:
                 if is_needed:
                     raise
-            # Forgotten. If planning failed, the next run with these options raises the error.
-            self._release(other)
-            self.active.remove(other)
+            self._forget([other])  # if planning failed, the next run with these options raises the error
 
-    def _release(self, combination: OptionPlan) -> None:
-        """Frees the memory of its plans, unless a graph may read it."""
-        combination.generation = 0
-        if self.is_graph or combination.call.was_captured:
-            self._kept.append(combination.slot)
-        del combination.slot
+    def _add(self, combination: OptionPlan) -> None:
+        """Plans it from now on."""
+        self.active.append(combination)
+        self.batch.struct.is_staged = self.is_graph
+
+    def _forget(self, combinations: list[OptionPlan]) -> None:
+        """Plans them no longer, until a run uses them again; frees their memory, unless a graph may read it."""
+        for combination in combinations:
+            combination.generation = 0
+            if self.is_graph or combination.call.was_captured:
+                self._kept.append(combination.slot)
+            del combination.slot
+        self.active = [combination for combination in self.active if combination not in combinations]
+        self._variations = {name: found for name, found in self._variations.items() if found not in combinations}
+        self.batch.struct.is_staged = self._waits or (self.is_graph and len(self.active) > 1)
 
     def plan_on_device(self, tables: TableLengths) -> None:
-        """Plans every active set of options on the device, from lengths there."""
+        """Plans on the device, from lengths there, for the options of plan and for those that runs have used."""
         self.invalidate()
-        batch = self.batch
-        most = batch.struct.most_total_rows
-        if self.is_graph and batch.capacity is None and tables.q_indptr is not None:
-            if tables.max_rows > most:
-                raise PlanError(
-                    f"max_rows={tables.max_rows} but the wrapper's first plan (use_cuda_graph=True) had {most} rows: "
-                    "plan the largest batch first."
-                )
-            batch.struct.most_total_rows = min(most, tables.max_rows)
+        batch, struct = self.batch, self.batch.struct
+        has_limit = self.is_graph and batch.capacity is None and tables.q_indptr is not None
+        if has_limit and tables.max_rows > struct.most_total_rows:
+            raise PlanError(
+                f"max_rows={tables.max_rows} but the wrapper's first plan (use_cuda_graph=True) had "
+                f"{struct.most_total_rows} rows: plan the largest batch first."
+            )
         batch.tables, batch.generation, batch.stream = tables, self.generation, current_stream(self.device_index)
+        self.active[0].prepare_on_device(batch, tables)
+        self._keep_used(lambda other: other.prepare_on_device(batch, tables))
         for combination in self.active:
             combination.plan_on_device(batch, tables, self.plan_kernel)
+        if has_limit and struct.most_total_rows == NO_LIMIT:
+            struct.most_total_rows = tables.max_rows  # captured launches have the first plan's rows
         self.indices.use_tables(tables.read, tables.max_page)
         self.block_tables = tables.tables
         self._last = self.generation
@@ -267,16 +295,6 @@ class Planner:
     def page_numbers_of(self, tables: Any, lengths: Given, indices: Any) -> Any:
         """Page numbers of a batch that has tables, [requests, pages]; given `indices` must be equal to them."""
         return self.indices.from_tables(tables, lengths[1], indices, self._indices_name)
-
-    def judge(self, lengths: Given, kv_indices: Any) -> None:
-        """Graph mode: refuses lengths that captured launches cannot serve. It writes nothing; plan follows."""
-        if not self.active:  # nothing is captured yet
-            return
-        self._judge_lengths(lengths)
-        struct = self.batch.struct
-        self.active[0].check_limits(self.batch)
-        if self._indices_name:
-            self.indices.judge(kv_indices, struct.kv_begin, struct.kv_end, self._indices_name)
 
     @property
     def needs_judged_mask(self) -> bool:
@@ -296,7 +314,7 @@ class Planner:
         self.invalidate()
         self.batch.tables = None
         host = self.batch.copied_to_host(lengths, self.options.page_size)
-        self.batch.take_judged(Lengths(*lengths) if host is None else host)
+        self.batch.take_judged(Lengths(*lengths) if host is None else host, self.options.page_size)
         self.batch.check_requests(self.batch.struct.requests)
 
     def set_mask(self, mask: Mask | None, non_blocking: bool) -> None:
@@ -311,30 +329,18 @@ class Planner:
 
     def bits(self) -> torch.Tensor:
         """Mask bits of each request of the present plan, q_len x kv_len, int64."""
-        q_indptr, _, kv_lens = self._numbers()
+        q_indptr, _, kv_lens = self.batch.numbers(self.options.page_size)
         return q_indptr.diff() * kv_lens
 
     def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_indptr, kv_indptr and last_page_len of the present plan, int64 on the host."""
-        q_indptr, kv_indptr, kv_lens = self._numbers()
+        q_indptr, kv_indptr, kv_lens = self.batch.numbers(self.options.page_size)
         page_size = max(1, self.options.page_size)
         return q_indptr, kv_indptr, torch.where(kv_lens > 0, (kv_lens - 1) % page_size + 1, 0)
 
     def kv_lens(self) -> torch.Tensor:
         """Tokens of each request of the present plan, int64 on the host."""
-        return self._numbers()[2]
-
-    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q_indptr, kv_indptr and tokens of each request."""
-        if self.batch.tables is not None:
-            return self.batch.tables.numbers()
-        q_indptr, kv_indptr, last_page_len, kv_lens = self.batch.by_request()
-        page_size = self.options.page_size
-        if kv_lens is None:
-            kv_lens = kv_indptr.diff() * max(1, page_size)
-            if page_size and last_page_len is not None:
-                kv_lens = (kv_lens + last_page_len - page_size).clamp(min=0)
-        return q_indptr, kv_indptr, kv_lens
+        return self.batch.numbers(self.options.page_size)[2]
 
     def find(self, variation: OptionOverride) -> OptionPlan:
         """The plan for a run's options. New ones are planned now, and at later plans as long as runs use them between
@@ -344,7 +350,10 @@ class Planner:
             found = self._combination(variation.over(self.options))
         if found.generation != self.generation:
             if is_capturing(self.device):
-                raise self._new_in_capture(variation)
+                raise RunError(
+                    f"{variation.differences(self.options)} is new to this wrapper while a graph is being captured. "
+                    "Run once with it before the capture, or pass it to plan."
+                )
             self._activate(found)
         self._variations[variation] = found
         found.used_at = self.generation
@@ -363,28 +372,19 @@ class Planner:
         try:
             if batch.tables is None:
                 combination.plan_held(batch)
+                if batch.struct.is_staged:
+                    combination.publish(batch)
                 if self.options.has_mask:
                     combination.find_mask_tiles(batch)
             else:
+                combination.prepare_on_device(batch, batch.tables)
                 combination.plan_on_device(batch, batch.tables, self.plan_kernel)
         except BaseException:
             if is_new:
-                self._release(combination)
+                self._forget([combination])
             raise
         if is_new:
-            self.active.append(combination)
-
-    def _new_in_capture(self, variation: OptionOverride) -> RunError:
-        planned = OptionOverride.of_options(self.active[0].options)
-        changed = ", ".join(
-            f"{name}={value!r} (planned: {before!r})"
-            for name, value, before in zip(OptionOverride._fields, variation, planned, strict=True)
-            if value != before
-        )
-        return RunError(
-            f"{changed} is new to this wrapper while a graph is being captured. "
-            "Run once with it before the capture, or pass it to plan."
-        )
+            self._add(combination)
 
     def _combination(self, options: Options) -> OptionPlan:
         found = self._known.get(options)

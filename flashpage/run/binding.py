@@ -236,7 +236,7 @@ class Binding:
 
     def has_scales(self, scales: tuple[Any, Any, Any]) -> bool:
         """Whether these numbers are already set; tensors may have moved."""
-        return self.has_numbers and all(s.__class__ is float for s in scales) and scales == self.scales
+        return self.has_numbers and all(s is None or s.__class__ is float for s in scales) and scales == self.scales
 
     def set_scales(self, scales: tuple[Any, Any, Any]) -> None:
         """Sets the scales of q, k and v: numbers go into the scales of score and output; the kernel reads tensors."""

@@ -28,7 +28,7 @@ from ..plan.bounds import workspace_bounds
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Given, Lengths, Names, batch_of, to_host
 from ..plan.option_plan import OptionPlan
-from ..plan.page_indices import KEEP_MASK, GivenPages, Mask, Pages
+from ..plan.page_indices import KEEP_MASK, GivenPages, Mask
 from ..plan.session import Planner, current_stream
 from ..run.binding import Binding
 from ..run.checks import (
@@ -154,6 +154,7 @@ class Attention(Unique):
             session.invalidate()
             checks.flag("non_blocking", non_blocking)
         if tables is not None:
+            session.invalidate()
             indices = session.page_numbers_of(tables, lengths, indices)
         if mask is not None and mask is not KEEP_MASK and session.needs_judged_mask:
             session.judge_mask(mask, lengths)
@@ -164,10 +165,6 @@ class Attention(Unique):
             session.set_mask(mask, non_blocking)
         if tables is not None:
             session.block_tables = tables
-
-    def judge(self, lengths: Lengths, pages: Pages) -> None:
-        """Graph mode: raises if `plan` would refuse the batch for its size."""
-        self.session.judge(lengths, pages.indices)
 
     def plan_on_device(self, tables: TableLengths, options: Options, values: RunOptions) -> None:
         """Plans by a launch on the current stream, from lengths that only the device knows."""

@@ -29,7 +29,7 @@ class BlockSparseAttentionWrapper(Unique):
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         checks.backend(backend)
-        names = Names("qo_indptr", "indptr", "last_page_len", "seq_lens", "indices")
+        names = Names("qo_indptr", "indptr", "", "seq_lens", "indices")
         self._attention = Attention(float_workspace_buffer, "NHD", names=names, owner=type(self).__name__)
         self._checked = Checked()
 

@@ -22,7 +22,7 @@ from .engine_access.cached_module import LatentPlanModule
 from .latent_batch import MLAPlanMetadata
 from .plan_arguments import LatentArguments, differ
 
-_LATENT = Names("qo_indptr", "kv_indptr", "last_page_len", "kv_len_arr", "kv_indices")
+_LATENT = Names("qo_indptr", "kv_indptr", "kv_len_arr", "kv_len_arr", "kv_indices")
 _LAYOUTS = ("split", "packed")
 _LSE_MODES = ("none", "base2", "basee")
 _FLAT = (

@@ -36,7 +36,7 @@ class BatchAttention(Unique):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        names = Names("qo_indptr", "kv_indptr", "last_page_len", "kv_len_arr", "kv_indices")
+        names = Names("qo_indptr", "kv_indptr", "kv_len_arr", "kv_len_arr", "kv_indices")
         self._attention = Attention(workspace, kv_layout, names=names, owner=type(self).__name__)
         self._checked = Checked(self._attention.session)
 

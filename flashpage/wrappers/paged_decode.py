@@ -88,7 +88,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         self,
         indptr: torch.Tensor,
         indices: torch.Tensor,
-        last_page_len: torch.Tensor,
+        last_page_len: torch.Tensor | None,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -119,7 +119,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             indptr: [batch + 1], where each request's pages begin in `indices`.
             indices: page numbers, at least indptr[-1] of them.
             last_page_len: [batch], tokens in each request's last page, 1 to page_size (0 too where it has no
-                pages).
+                pages). None: `seq_lens` gives the tokens, or each page has one.
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
             head_dim: of q, K and V.
             page_size: tokens a page.

@@ -82,7 +82,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         qo_indptr: torch.Tensor,
         paged_kv_indptr: torch.Tensor,
         paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor | None,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim_qk: int,
@@ -122,7 +122,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             paged_kv_indptr: [batch + 1], where each request's pages begin in `paged_kv_indices`.
             paged_kv_indices: page numbers, at least paged_kv_indptr[-1] of them.
             paged_kv_last_page_len: [batch], tokens in each request's last page, 1 to page_size (0 too
-                where it has no pages).
+                where it has no pages). None: `seq_lens` gives the tokens, or each page has one.
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
             head_dim_qk, head_dim_vo: of q and K; of V and the output (None: the same).
             page_size: tokens a page.
@@ -165,6 +165,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             and max_item_len_ptr is None
             and not token_pos_in_items_len
         ):
+            self._planner.invalidate()
             items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
             if (item_mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
                 own["variant"], causal = only_items(item_mask, own.get("variant")), True

@@ -66,6 +66,8 @@ class PrefillWrapper(Adapter):
         if is_new:
             self._check(PrefillArguments(*arguments))
         self._now = self._planned
+        if mask is not None and self._planner.is_graph:
+            self._check_mask_indptr(lengths[0])
         self._attention.plan(lengths, pages, self._options, self._now, mask, longest)
         if "_multi_item" in self.__dict__:
             self._copy_items()
@@ -81,13 +83,18 @@ class PrefillWrapper(Adapter):
         ends = ((self._planner.bits() + 7) // 8).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends]).to(self.device, torch.int32)
 
+    def _check_mask_indptr(self, q_indptr: torch.Tensor | None) -> None:
+        """Before the plan, which captured launches see."""
+        buffer = self._graph_buffers["mask_indptr_buf"]
+        needed = batch_of(q_indptr, "qo_indptr") + 1
+        if buffer is not None and buffer.numel() < needed:
+            self._planner.invalidate()
+            raise PlanError(f"mask_indptr_buf has {buffer.numel()} entries: pass [{needed}], batch + 1.")
+
     def _fill_mask_indptr(self, non_blocking: bool) -> None:
         buffer, numbers = self._graph_buffers["mask_indptr_buf"], self._mask_indptr()
-        if buffer is None or numbers is None:
-            return
-        if buffer.numel() < numbers.numel():
-            raise PlanError(f"mask_indptr_buf has {buffer.numel()} entries: pass [{numbers.numel()}], batch + 1.")
-        buffer[: numbers.numel()].copy_(numbers, non_blocking=non_blocking)
+        if buffer is not None and numbers is not None:
+            buffer[: numbers.numel()].copy_(numbers, non_blocking=non_blocking)
 
     def _copy_items(self) -> None:
         if self._options.variant is self._multi_item.variant:

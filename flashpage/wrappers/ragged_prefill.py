@@ -126,6 +126,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             and max_item_len_ptr is None
             and not token_pos_in_items_len
         ):
+            self._planner.invalidate()
             items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
             if (item_mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
                 own["variant"], causal = only_items(item_mask, own.get("variant")), True

@@ -13,7 +13,7 @@ from ..base.unique import Unique
 from ..kernels.options import check_heads, checked_values
 from ..plan.lengths import Lengths, all_to_host
 from ..plan.page_indices import Pages
-from .base import Attention
+from .base import PAGED, Attention
 from .plan_arguments import Checked, PrefillArguments
 
 
@@ -31,7 +31,8 @@ class VariableBlockSparseAttentionWrapper(Unique):
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         checks.backend(backend)
-        self._attention = Attention(float_workspace_buffer, "NHD", owner=type(self).__name__)
+        names = PAGED._replace(last_page_len="")
+        self._attention = Attention(float_workspace_buffer, "NHD", names=names, owner=type(self).__name__)
         self._checked = Checked()
         self._sizes = (0, 0, 0, 0, 0)  # query heads, KV heads, rows, tokens, tokens of a page
 

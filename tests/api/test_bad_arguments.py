@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import DIM, HEADS, KINDS, decode_plan, decode_run, ragged_run, workspace
+from bad_input import DIM, HEADS, KINDS, KV_HEADS, PAGE, decode_plan, decode_run, ints, ragged_run, workspace
 from odd_tensors import ODD, planned
 
 import flashpage
-from flashpage import CapabilityError, RunError
+from flashpage import CapabilityError, PlanError, RunError
 from flashpage.base import tensor_memory
 
 
@@ -236,3 +236,16 @@ def test_ragged_runs_refuse_odd_tensors(kind: str, name: str) -> None:
     wrapper, run = planned("ragged"), ragged_run()
     with pytest.raises(RunError, match=says):
         wrapper.run(**(run | {name: make(run[name])}))
+
+
+def test_lengths_of_last_pages_may_be_left_out_only_if_tokens_are_known() -> None:
+    """Partly filled pages that are read as full ones give wrong results without a word."""
+    plan, run, tokens = decode_plan(), decode_run(), ints(19, 16)
+    expected = planned().run(**run)
+    assert torch.equal(planned(last_page_len=None, seq_lens=tokens).run(**run), expected)
+    planned(last_page_len=None, page_size=1)
+    pod, both = flashpage.PODWithPagedKVCacheWrapper(workspace()), flashpage.BatchAttention(device="cpu")
+    with pytest.raises(PlanError, match="last_page_len=None and seq_lens=None"):
+        pod.plan(**(plan | {"last_page_len": None}))
+    with pytest.raises(PlanError, match="kv_len_arr=None: pass the tokens of each request"):
+        both.plan(ints(0, 1, 2), plan["indptr"], plan["indices"], None, HEADS, KV_HEADS, DIM, DIM, PAGE)

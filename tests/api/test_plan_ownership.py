@@ -1,4 +1,4 @@
-"""Ownership of plans: which options stay planned, which memory stays, and what a refused plan leaves unchanged."""
+"""Ownership of plans: which options stay planned, and which memory stays."""
 
 from __future__ import annotations
 
@@ -10,39 +10,14 @@ from typing import Any
 import pytest
 import torch
 from looking_kernels import look_for_tiles
+from one_request import HEADS, KV, Q, ints, plan, plan_on_device, planned_options, prefill, with_buffers, workspace
 
 import flashpage
-from flashpage import PlanError, RunError
+from flashpage import PlanError
 from flashpage.base.memory import GrowingMemory
 from flashpage.kernels import choose
+from flashpage.plan import option_plan
 from flashpage.wrappers import single
-
-HEADS = (4, 4, 64, 16)
-KV = torch.randn(4096, 2, 16, 4, 64)
-Q = torch.randn(8, 4, 64)
-
-
-def workspace(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def prefill(float_bytes: int = 1 << 24, **given: Any) -> flashpage.BatchPrefillWithPagedKVCacheWrapper:
-    return flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace(float_bytes), **given)
-
-
-def plan(wrapper: Any, tokens: int = 300, rows: int = 8, heads: tuple[int, ...] = HEADS, **options: Any) -> None:
-    """Plans one request."""
-    pages = -(-tokens // 16)
-    lengths = (ints(0, rows), ints(0, pages), torch.arange(pages).int(), ints((tokens - 1) % 16 + 1))
-    wrapper.plan(*lengths, *heads, q_data_type=torch.float32, **options)
-
-
-def planned_options(wrapper: Any) -> list[Any]:
-    return [active.options for active in wrapper._planner.active]
 
 
 def test_options_of_earlier_plans_are_not_planned_again() -> None:
@@ -92,30 +67,6 @@ def test_a_plan_does_not_fail_on_options_of_an_earlier_batch() -> None:
     wrapper.run(Q, one_head, window_left=200)
     plan(wrapper, tokens=40000, heads=few_heads, causal=True, window_left=64)
     wrapper.run(Q, one_head)
-
-
-def test_a_run_that_fails_leaves_the_wrapper_as_it_was() -> None:
-    few_heads, one_head = (4, 1, 64, 16), KV[:, :, :, :1]
-    wrapper = prefill(1 << 14)
-    for _ in range(2):
-        plan(wrapper, tokens=40000, heads=few_heads, causal=True, window_left=64)
-        expected = wrapper.run(Q, one_head)
-        with pytest.raises(PlanError, match="float_workspace_buffer has 16384 bytes"):
-            wrapper.run(Q, one_head, window_left=-1)
-        assert len(planned_options(wrapper)) == 1
-        torch.testing.assert_close(wrapper.run(Q, one_head), expected)
-
-
-def test_a_run_whose_kernel_is_missing_leaves_the_wrapper_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapper = prefill()
-    plan(wrapper)
-    expected = wrapper.run(Q, KV)
-    monkeypatch.setenv("FLASHPAGE_JIT", "off")
-    with pytest.raises(flashpage.KernelMissingError):
-        wrapper.forward(Q, KV, logits_soft_cap=7.0, pos_encoding_mode="ROPE_LLAMA", sm_scale=0.1234)
-    monkeypatch.undo()
-    plan(wrapper)
-    torch.testing.assert_close(wrapper.run(Q, KV), expected)
 
 
 def test_known_options_of_a_graph_are_never_forgotten() -> None:
@@ -177,43 +128,50 @@ def test_the_int_workspace_does_not_grow_under_a_graph(monkeypatch: pytest.Monke
     assert not first._make_int_room(batch, 1 << 21)
 
 
-def test_a_refused_plan_leaves_what_graphs_read() -> None:
-    """Rows, pages and bounds are checked before anything is copied."""
-    wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=20, max_rows=16)
+def test_plans_on_the_device_forget_options_that_no_run_uses() -> None:
+    wrapper = prefill(20000)
+    plan_on_device(wrapper)
+    wrapper.run(Q, KV[:, :, :, :1])
+    plan_on_device(wrapper, tokens=310)
+    assert len(planned_options(wrapper)) == 2
+    plan_on_device(wrapper, tokens=40000)
+    assert len(planned_options(wrapper)) == 1
+
+
+def test_plans_on_the_device_that_a_graph_captured_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay writes the plan there again, whatever was planned since."""
+    wrapper = prefill()
+    for captures in (False, True):
+        monkeypatch.setattr(option_plan, "is_capturing", lambda _, captures=captures: captures)
+        plan_on_device(wrapper)
+        wrapper.run(Q, KV, window_left=7)
+    memories = [weakref.ref(active.slot.memory) for active in wrapper._planner.active]
+    monkeypatch.undo()
+    for _ in range(2):
+        plan(wrapper)
+        plan(wrapper, causal=True)
+    wrapper.reset_workspace_buffer(workspace(1 << 24), workspace(1 << 22))
     plan(wrapper)
-    memory, indices = wrapper._planner.active[0].slot.memory, wrapper._paged_kv_indices_buf
-    before = memory.clone(), indices.clone()
-    for options in ({"rows": 17}, {"tokens": 16 * 21}, {"max_token_per_sequence": 7}, {"max_sequence_kv": 100}):
-        with pytest.raises(PlanError):
-            plan(wrapper, **({"tokens": 200} | options))
-        assert torch.equal(memory, before[0]) and torch.equal(indices, before[1]), options
-    with pytest.raises(RunError):
-        wrapper.run(Q, KV)
+    assert len(memories) == 2 and all(memory() is not None for memory in memories)
 
 
-def test_rows_of_a_graph_with_buffers_are_judged_first() -> None:
-    buffers = {"qo_indptr_buf": ints(0, 0), "paged_kv_indptr_buf": ints(0, 0), "paged_kv_last_page_len_buf": ints(0)}
-    wrapper = prefill(use_cuda_graph=True, **buffers, paged_kv_indices_buf=torch.zeros(100, dtype=torch.int32))
+def test_another_workspace_forgets_a_graphs_options_of_runs() -> None:
+    wrapper, fresh = with_buffers(), prefill()
     plan(wrapper)
-    memory = wrapper._planner.active[0].slot.memory
-    before = memory.clone()
-    with pytest.raises(PlanError, match="plan the largest batch first"):
-        plan(wrapper, rows=9)
-    assert torch.equal(memory, before)
+    wrapper.run(Q, KV, window_left=3)
+    wrapper.reset_workspace_buffer(workspace(1 << 24), workspace(1 << 23))
+    for which in (wrapper, fresh):
+        plan(which, causal=True)
+    for window in (3, -1):
+        torch.testing.assert_close(*(which.run(Q, KV, window_left=window) for which in (wrapper, fresh)))
 
 
-def test_a_refused_mask_leaves_what_graphs_read() -> None:
-    given = {"custom_mask_buf": torch.zeros(300, dtype=torch.uint8), "mask_indptr_buf": ints(0, 0, 0)}
-    wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=100, max_rows=16, **given)
-    plan(wrapper, custom_mask=torch.ones(8 * 300).bool())
-    read = [wrapper._planner.active[0].slot.memory, wrapper._paged_kv_indices_buf, given["custom_mask_buf"]]
-    before = [memory.clone() for memory in read]
-    for tokens, bits, says in ((301, 8 * 300, "has 2400 values"), (310, 8 * 310, "custom_mask_buf holds 300")):
-        with pytest.raises(PlanError, match=says):
-            plan(wrapper, tokens, custom_mask=torch.ones(bits).bool())
-        assert all(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
-        with pytest.raises(RunError):
-            wrapper.run(Q, KV)
+def test_options_of_earlier_runs_take_no_memory() -> None:
+    wrapper = prefill()
+    for window in range(200):
+        plan(wrapper)
+        wrapper.run(Q, KV, window_left=window)
+    assert len(wrapper._planner._variations) <= 2
 
 
 def test_plans_that_a_graph_captured_stay() -> None:
@@ -273,14 +231,6 @@ def test_a_captured_single_call_outlives_its_thread(monkeypatch: pytest.MonkeyPa
         thread.join()
     gc.collect()
     assert kept[0]() is not None and kept[1]() is None
-
-
-def test_bounds_hold_for_one_plan() -> None:
-    wrapper = prefill()
-    with pytest.raises(PlanError, match="max_sequence_kv=100 but a request of the batch has 300"):
-        plan(wrapper, max_sequence_kv=100)
-    plan(wrapper, max_sequence_kv=300)
-    plan(wrapper, tokens=400)
 
 
 @pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "buffers"])

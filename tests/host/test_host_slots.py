@@ -74,6 +74,27 @@ def test_the_plan_arrives_and_stays_readable() -> None:
     library.fp_slots_destroy(slots)
 
 
+def test_a_staged_plan_and_its_page_numbers_are_copied_when_they_are_published() -> None:
+    """Plans of several sets of options are published together, after the last one is made."""
+    library = native.load()
+    slots = native.check_handle(library.fp_slots_create(-1, 1 << 16))
+    batch, destination = Batch(5000, 3, 700), np.zeros(1 << 16, np.uint8)
+    native.check(plan(slots, Batch(1), destination)[0])
+    before, address = destination.copy(), destination.ctypes.data
+    call = PlanCall(batch.problem, SCHEDULE, slots=slots, destination=address, capacity=destination.nbytes)
+    numbers = np.arange(1, call.batch.kv_end + 1, dtype=np.int32)
+    buffer = np.zeros_like(numbers)
+    call.batch.is_staged, call.batch.page_buffer, call.batch.page_source = 1, buffer.ctypes.data, numbers.ctypes.data
+    for _ in range(3):
+        native.check(call.plan())
+    assert (destination == before).all() and not buffer.any()
+    native.check(library.fp_plan_publish(call.address, 0))
+    last = np.frombuffer(ctypes.string_at(library.fp_slots_last(slots), call.struct.result.used_bytes), np.uint8)
+    np.testing.assert_array_equal(destination[: len(last)], last)
+    assert (buffer == numbers).all() and call.batch.page_source is None
+    library.fp_slots_destroy(slots)
+
+
 def test_a_workspace_too_small_is_an_error_and_nothing_is_copied() -> None:
     slots = native.check_handle(native.load().fp_slots_create(-1, 1 << 16))
     destination = np.zeros(1 << 16, np.uint8)

@@ -245,16 +245,56 @@ def test_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert foreign == ["fp_py_run"] and len(frames) == 2, frames
 
 
-def test_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_with_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers with fp8 caches pass the scales of K and V alone, as equal numbers in every layer."""
+    kv, pages, last = lengths([40, 5])
+    decode = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    decode.plan(kv, pages, last, *HEADS, **FP32)
+    q, cache = torch.randn(2, 4, 64), torch.randn(8, 2, 16, 2, 64)
+    decode.run(q, cache, k_scale=0.5, v_scale=0.25)
+    _, foreign = count(lambda: decode.run(q, cache, k_scale=0.5, v_scale=0.25), monkeypatch)
+    assert foreign == ["fp_py_run"]
+    found, expected = decode.run(q, cache, v_scale=0.25), 0.25 * decode.run(q, cache)
+    torch.testing.assert_close(found, expected)
+
+
+def divide_mixed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives requests with few rows a kernel of their own."""
     many = dataclasses.replace(cpu_attention.KERNEL, runs_beside=True)
     monkeypatch.setattr(choose, "ATTENTION", [dataclasses.replace(many, most_packed_rows=64), many])
     monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", -1e12)
+
+
+def test_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    divide_mixed_batches(monkeypatch)
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
     options = {"causal": True, "q_data_type": torch.float32}
     first = prefill_arguments([1, 300, 1], [900, 300, 2000])
     again = prefill_arguments([1, 1, 301], [901, 2001, 301])
     check(lambda: wrapper.plan(*first, *HEADS, **options), lambda: wrapper.plan(*again, *HEADS, **options), monkeypatch)
     assert isinstance(wrapper.last_plan, PartedPlan)
+
+
+def test_a_mixed_batch_that_one_call_divides_has_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that was not worth two plans chose the kernels; on a card, runs of two parts without a side stream end
+    the process."""
+    divide_mixed_batches(monkeypatch)
+    monkeypatch.setattr(mixed_batch.Fork, "handle", 4711)
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    shorter, longer = (prefill_arguments([1, 300, 1], tokens) for tokens in ([900, 300, 2000], [4000, 300, 9000]))
+    gains = []
+    for arguments in (shorter, longer):
+        divided = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
+        divided.plan(*arguments, *HEADS, causal=True, **FP32)
+        struct = divided._planner.active[0]._parts._struct
+        gains.append(struct.whole_ns - struct.parts_ns)
+    monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", sum(gains) / 2)
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(*shorter, *HEADS, causal=True, **FP32)
+    plan = wrapper._planner.active[0]
+    assert not plan.call.made_parts
+    _, foreign = count(lambda: wrapper.plan(*longer, *HEADS, causal=True, **FP32), monkeypatch)
+    assert foreign == ["fp_py_plan"] and plan.call.made_parts and plan.fork == 4711
 
 
 def test_cascade_level(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,10 @@ TABLE = [
     plan("decode", "indptr", ints(0, 2, 9), "indices has 3 entries", "ends at 9"),
     plan("decode", "indptr", ints(0, 2, 3).to(torch.int16), "int16", "int32 or int64"),
     plan("decode", "indptr", ints(0, 2**40, 2**41, dtype=torch.int64), "31 bits"),
+    plan("decode", "indptr", ints(2**40, 2**40 + 2, 2**40 + 3, dtype=torch.int64), "indptr[1]", "31 bits"),
+    plan(
+        "decode", "indptr", ints(0, 2, -(2**63), dtype=torch.int64), "indptr[2]=-9223372036854775808", "never decreases"
+    ),
     plan("decode", "indices", ints(5, -2, 7), "indices[1]=-2", "0 or more"),
     plan("decode", "indices", torch.tensor([5, 2**31, 7]), f"indices[1]={2**31}", "below 2^31"),
     plan("decode", "indices", torch.tensor([5.0, 2, 7]), "float32"),
@@ -114,6 +118,8 @@ TABLE = [
     plan("decode", "last_page_len", ints(3, 17), "last_page_len[1]=17", "1..16"),
     plan("decode", "last_page_len", ints(0, 16), "last_page_len[0]=0", "1..16"),
     plan("decode", "last_page_len", ints(3, 16, 1), "3 entries", "expected 2"),
+    plan("decode", "last_page_len", None, "last_page_len=None", "seq_lens=None", "the tokens of each request"),
+    plan("prefill", "paged_kv_last_page_len", None, "paged_kv_last_page_len=None", "seq_lens=None"),
     plan("decode", "seq_lens", ints(40, 16), "seq_lens[0]=40", "32 tokens"),
     plan("decode", "seq_lens", ints(-1, 16), "seq_lens[0]=-1", "negative"),
     plan("decode", "block_tables", torch.zeros(1, 4, dtype=torch.int32), "(1, 4)"),
@@ -123,6 +129,8 @@ TABLE = [
     plan("prefill", "paged_kv_indptr", ints(0, 2, 3, 3), "4 entries", "2 requests", "expected 3"),
     plan("prefill", "max_token_per_sequence", 2, "max_token_per_sequence=2", "has 3"),
     plan("prefill", "max_sequence_kv", 16, "max_sequence_kv=16", "has 19"),
+    plan("prefill", "max_sequence_kv", "19", "'19'", "integer"),
+    plan("prefill", "max_sequence_kv", -1, "at least 0"),
     plan("ragged", "kv_indptr", ints(0, 20), "2 entries", "expected 3"),
     plan("ragged", "seq_lens", ints(21, 10), "seq_lens[0]=21", "20 tokens"),
     # Heads, dims, types and options.

@@ -27,6 +27,13 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
+def shrunk(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose storage lost its end."""
+    whole = tensor.clone()
+    whole.untyped_storage().resize_(4)
+    return whole
+
+
 class Wrapped(torch.Tensor):
     """A subclass without memory of its own, like DTensor."""
 
@@ -41,6 +48,7 @@ class Wrapped(torch.Tensor):
 
 ODD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "freed": (freed, "storage was resized to 0"),
+    "shrunk": (shrunk, "storage was resized to 4"),
     "negative": (torch._neg_view, r"resolve_neg\(\)"),
     "imaginary": (lambda t: torch.complex(t, t).conj().imag[...], r"strides|resolve_neg\(\)"),
     "grad": (lambda t: t.clone().requires_grad_(), "no_grad"),

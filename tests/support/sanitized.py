@@ -3,6 +3,8 @@ time."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ from bad_inputs.scenes import Make, scenes
 from cases import CASES
 from harness import run_case
 
+import flashpage
 from flashpage import native
 
 FORMAT = ("bfloat16", "bfloat16", 64, 64, "NONE", 0.0, "")  # one kernel for each source of K and V, and one for masks
@@ -34,6 +37,33 @@ def test_case(case) -> None:
 def test_function(name: str) -> None:
     scene = scenes()[name]
     scene.run(good_arguments(scene, Make("cpu")))
+
+
+def test_lengths_of_any_number() -> None:
+    """No sum over lengths may overflow before the planner has refused them."""
+    numbers = [
+        0,
+        1,
+        2,
+        5,
+        -1,
+        *(sign * 2**bits + more for bits in (31, 40, 62) for sign in (1, -1) for more in (-1, 0)),
+    ]
+    numbers += [2**63 - 1, -(2**63), 1 - 2**63]
+    chosen, pages, planned = random.Random(0), torch.arange(8).int(), 0
+    paged = flashpage.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    ragged = flashpage.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    for _ in range(1000):
+        count = chosen.randint(1, 4)
+        rows, indptr, last = (torch.tensor(chosen.choices(numbers, k=n)) for n in (count, count, count - 1))
+        if chosen.random() < 0.5:
+            rows, indptr = rows.sort().values, indptr.sort().values
+        options = {"causal": True, "q_data_type": torch.float32}
+        for wrapper, given in ((paged, (rows, indptr, pages, last, 4, 4, 64, 16)), (ragged, (rows, indptr, 4, 4, 64))):
+            with contextlib.suppress(flashpage.PlanError, flashpage.CapabilityError):
+                wrapper.plan(*given, **options)
+                planned += 1
+    assert planned > 50
 
 
 WRAPPERS = ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "BlockSparseAttentionWrapper"]

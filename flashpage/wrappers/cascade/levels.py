@@ -70,6 +70,7 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         if self._use_cuda_graph:
             for level, attention in enumerate(self._levels):
                 take_graph_buffers(attention, None, {name: arrays[level] for name, arrays in buffers.items()})
+                attention.session.wait()  # a refused level must not change what captured launches of the others read
         self._windows = LevelWindows(self._num_levels, float_workspace_buffer.device, self._use_cuda_graph)
         self._active: list[Attention] = []  # levels with tokens; empty: no plan
         self._checked = Checked()
@@ -170,18 +171,16 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         shown = self._windows.plan(levels, options)
         whole = dataclasses.replace(shown.options, causal=False, window_left=-1)
         values_of_whole = values._replace(causal=False, window_left=-1)
-        if self._use_cuda_graph:  # a refused level must not change what captured launches of the others read
-            for level in levels:
-                lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
-                self._levels[level.number].judge(lengths, Pages(level.indices))
         for level, variant, row_runs in zip(levels, shown.variants, shown.row_runs, strict=True):
             of_level = (shown.options, values) if level is levels[-1] else (whole, values_of_whole)
             lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
             level_options = of_level[0] if variant is None else dataclasses.replace(of_level[0], variant=variant)
             pages = Pages(level.indices, row_runs=row_runs)
             self._levels[level.number].plan(lengths, pages, level_options, of_level[1])
-        self._windows.copy()
         planned = [self._levels[level.number] for level in levels]
+        for attention in planned if self._use_cuda_graph else ():
+            attention.session.publish()
+        self._windows.copy()
         self._active = [
             attention
             for attention, hidden in zip(planned, shown.is_hidden, strict=True)

@@ -12,10 +12,12 @@ from ...base.errors import PlanError, RunError
 from ...base.unique import Unique
 from ...plan.lengths import Lengths, Names, to_host
 from ...plan.page_indices import NO_PAGES, Pages, kept
-from ..base import DECODE, PAGED, RAGGED, Attention
+from ..base import PAGED, RAGGED, Attention
 from ..merge import merge_parts, part_of
 from ..plan_arguments import Arguments, DecodeArguments, PrefillArguments
 from ..planned_by_runs import PlannedByRuns
+
+_UNIQUE = Names("qo_indptr", "unique_kv_indptr", "unique_kv_last_page_len", "seq_lens", "unique_kv_indices")
 
 
 class _SharedPrefix(Unique):
@@ -122,7 +124,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        super().__init__(float_workspace_buffer, kv_layout, DECODE)
+        super().__init__(float_workspace_buffer, kv_layout, _UNIQUE)
 
     def begin_forward(
         self,

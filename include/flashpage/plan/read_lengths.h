@@ -164,6 +164,9 @@ inline void place_masks(const Lengths& lengths, Request* requests, LengthTotals&
   }
 }
 
+// A difference of any two numbers. If both are 0 or more, it is exact.
+inline i64 wrapped_minus(i64 a, i64 b) { return static_cast<i64>(static_cast<u64>(a) - static_cast<u64>(b)); }
+
 // Reads and checks every request. `requests` grows to hold all parts and one more entry.
 template <class Index, bool is_cut>
 LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q, std::vector<Request>& requests,
@@ -188,10 +191,11 @@ LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q,
     const i64 q_begin = q_end, kv_begin = kv_end;
     q_end = has_q_indptr ? q_indptr[i + 1] : q_begin + lengths.q_len_per_request;
     kv_end = kv_indptr[i + 1];
-    const i64 q_len = q_end - q_begin, entries = kv_end - kv_begin;
-    if ((q_len | entries | (max_i32 - q_end) | (max_i32 - kv_end)) < 0) {  // one branch for all requests without fault
-      if (q_len < 0) return {LengthArray::q_indptr, decreases, i + 1, q_end, q_begin};
-      if (entries < 0) return {LengthArray::kv_indptr, decreases, i + 1, kv_end, kv_begin};
+    const i64 q_len = wrapped_minus(q_end, q_begin), entries = wrapped_minus(kv_end, kv_begin);
+    const i64 beyond = wrapped_minus(max_i32, q_end) | wrapped_minus(max_i32, kv_end);
+    if ((q_len | entries | q_end | kv_end | beyond) < 0) {  // one branch for all requests without fault
+      if (q_end < q_begin) return {LengthArray::q_indptr, decreases, i + 1, q_end, q_begin};
+      if (kv_end < kv_begin) return {LengthArray::kv_indptr, decreases, i + 1, kv_end, kv_begin};
       if (q_end > max_i32) return {LengthArray::q_indptr, overflow, i + 1, q_end, max_i32};
       return {LengthArray::kv_indptr, overflow, i + 1, kv_end, max_i32};
     }
