@@ -46,6 +46,7 @@ from ..run.checks import (
     wait_for,
 )
 from . import operators
+from .lse_mode import BASE_2, in_base_e, is_natural
 
 PAGED = Names("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens", "paged_kv_indices")
 RAGGED = Names("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
@@ -219,9 +220,12 @@ class Attention(Unique):
         scales: tuple[Any, Any, Any] = NO_SCALES,
         sinks: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
+        lse_mode: str = BASE_2,
     ) -> Any:
         """Runs one layer: in C at once, or through the operator if torch traces or intercepts calls. `values` None: as
-        planned; `scales`: of q, k and v."""
+        planned; `scales`: of q, k and v; `lse_mode`: "base2" or "basee"."""
+        if lse_mode != BASE_2 and is_natural(lse_mode):
+            return in_base_e(self.run(q, cache, out, lse, return_lse, values, scales, sinks, enable_pdl), lse)
         if values is None:
             values = self.values
         if is_dynamo_compiling() or _len_torch_dispatch_stack():

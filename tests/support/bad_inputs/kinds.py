@@ -402,7 +402,7 @@ _kind(
     REFUSED,
     "block_mask custom_mask_d packed_custom_mask_d return_lse_p return_lse_d rope_scale_d rope_theta_d causal_d",
 )
-_kind(REFUSED_WORD, "lse_base lse_layout")
+_kind(REFUSED_WORD, "lse_base lse_layout lse_mode")
 _kind(BITS, "x")
 _kind(CALLABLE, "score_mod mask_mod")
 _kind(EXPRESSION, "logit")
