@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from ..run.checks import (
     wait_for,
 )
 from . import operators
-from .lse_mode import BASE_2, in_base_e, is_natural
+from .lse_mode import in_base_e, is_natural
 
 PAGED = Names("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens", "paged_kv_indices")
 RAGGED = Names("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
@@ -220,12 +221,9 @@ class Attention(Unique):
         scales: tuple[Any, Any, Any] = NO_SCALES,
         sinks: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
-        lse_mode: str = BASE_2,
     ) -> Any:
         """Runs one layer: in C at once, or through the operator if torch traces or intercepts calls. `values` None: as
-        planned; `scales`: of q, k and v; `lse_mode`: "base2" or "basee"."""
-        if lse_mode != BASE_2 and is_natural(lse_mode):
-            return in_base_e(self.run(q, cache, out, lse, return_lse, values, scales, sinks, enable_pdl), lse)
+        planned; `scales`: of q, k and v."""
         if values is None:
             values = self.values
         if is_dynamo_compiling() or _len_torch_dispatch_stack():
@@ -261,6 +259,15 @@ class Attention(Unique):
                 return self._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl)
             native.check(status)
         return (to, lse_to) if return_lse else to
+
+    def run_of(self, lse_mode: str) -> Callable[..., Any]:
+        """`run` with LSEs of a mode: itself for "base2"; for "basee" the LSE is multiplied by ln 2 in place."""
+        return self._run_in_base_e if is_natural(lse_mode) else self.run
+
+    def _run_in_base_e(
+        self, q: torch.Tensor, cache: Any, out: Any = None, lse: torch.Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return in_base_e(self.run(q, cache, out, lse, *args, **kwargs), lse)
 
     def _run_judged(
         self,

@@ -157,9 +157,8 @@ class BlockSparseAttentionWrapper(Unique):
             pages.append(tensor.unflatten(0, (self.N // self.C, self.C)))
         scales = NO_SCALES if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         cache = tuple(pages)
-        return self._attention.run(
-            q, cache, out, lse, return_lse, self._values, scales, enable_pdl=enable_pdl, lse_mode=lse_mode
-        )
+        run = self._attention.run_of(lse_mode)
+        return run(q, cache, out, lse, return_lse, self._values, scales, enable_pdl=enable_pdl)
 
     def forward(
         self,

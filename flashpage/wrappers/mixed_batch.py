@@ -129,7 +129,6 @@ class BatchAttention(Unique):
         if logits_soft_cap:
             values = values._replace(logits_soft_cap=checks.real("logits_soft_cap", logits_soft_cap))
         scales = NO_SCALES if k_scale is v_scale is None else (None, k_scale, v_scale)
-        found: tuple[torch.Tensor, torch.Tensor] = self._attention.run(
-            q, kv_cache, out, lse, True, values, scales, lse_mode=lse_mode
-        )
+        run = self._attention.run_of(lse_mode)
+        found: tuple[torch.Tensor, torch.Tensor] = run(q, kv_cache, out, lse, True, values, scales)
         return found

@@ -17,7 +17,7 @@ from ..plan.page_indices import Mask
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
-from .lse_mode import mode_of
+from .lse_mode import BASE_2, mode_of
 from .plan_arguments import PrefillArguments, differ, options_of_device
 from .prefill_base import PrefillWrapper, only_items
 
@@ -286,7 +286,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         uses_spcompress: bool | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-        lse_mode: str = "base2",
+        lse_mode: str = BASE_2,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -316,7 +316,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             lse_mode = mode_of(lse_base, lse_mode)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
-        return self._attention.run(q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl, lse_mode)
+        if lse_mode is not BASE_2:
+            return self._attention.run_of(lse_mode)(
+                q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl
+            )
+        return self._attention.run(q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

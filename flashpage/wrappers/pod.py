@@ -372,14 +372,14 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
             self._is_masked = mask is not None
         prefill = self._prefill.used()
         prefill.require_plan("run")
-        given: dict[str, Any] = {"return_lse": return_lse, "enable_pdl": enable_pdl, "lse_mode": lse_mode}
+        given: dict[str, Any] = {"return_lse": return_lse, "enable_pdl": enable_pdl}
         values_p, scales = (
             prefill.values._replace(causal=checks.flag("causal_p", causal_p)),
             (q_scale, k_scale, v_scale),
         )
         return (
-            prefill.run(q_p, paged_kv_cache_p, values=values_p, **given),
-            self._decode.run(q_d, paged_kv_cache_d, scales=scales, **given),
+            prefill.run_of(lse_mode)(q_p, paged_kv_cache_p, values=values_p, **given),
+            self._decode.run_of(lse_mode)(q_d, paged_kv_cache_d, scales=scales, **given),
         )
 
     def end_forward(self) -> None:

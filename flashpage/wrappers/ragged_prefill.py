@@ -15,7 +15,7 @@ from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .base import RAGGED
 from .engine_access.attributes import array_of_plan
-from .lse_mode import mode_of
+from .lse_mode import BASE_2, mode_of
 from .prefill_base import PrefillWrapper, only_items
 
 
@@ -179,7 +179,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         window_left: int | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-        lse_mode: str = "base2",
+        lse_mode: str = BASE_2,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -207,7 +207,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             checks.refuse("o_scale", o_scale)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
-        return self._attention.run(q, (k, v), out, lse, return_lse, values, scales, sinks, enable_pdl, lse_mode)
+        if lse_mode is not BASE_2:
+            return self._attention.run_of(lse_mode)(q, (k, v), out, lse, return_lse, values, scales, sinks, enable_pdl)
+        return self._attention.run(q, (k, v), out, lse, return_lse, values, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

@@ -156,7 +156,7 @@ def _run(
     attention.plan(lengths, NO_PAGES, *arguments.checked(), mask)
     if is_capturing(attention.device):
         _captured.add(attention)
-    return attention.run(q, (k, v), return_lse=lse[0], scales=scales, lse_mode=lse[1])
+    return attention.run_of(lse[1])(q, (k, v), return_lse=lse[0], scales=scales)
 
 
 def _attention(device: torch.device, kv_layout: str) -> Attention:

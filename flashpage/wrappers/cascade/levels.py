@@ -215,7 +215,7 @@ class MultiLevelCascadeAttentionWrapper(Unique):
             raise RunError("run: MultiLevelCascadeAttentionWrapper has no plan: call plan(...) first.")
         return_lse, natural = checks.flag("return_lse", return_lse, RunError), is_natural(lse_mode)
         if len(self._active) == 1:
-            return self._active[0].run(q, paged_kv_cache, out, lse, return_lse, lse_mode=lse_mode)
+            return self._active[0].run_of(lse_mode)(q, paged_kv_cache, out, lse, return_lse)
         checks.tensor(q, "q", RunError)
         if out is None:
             out = torch.empty(q.shape, dtype=self._active[0].out_dtype, device=q.device)
