@@ -1,0 +1,109 @@
+"""Plans of functions that are called once a layer and have no `plan`: this thread's objects, one for each set of options
+and each stream, which share workspaces.
+
+Lengths that the device has are planned there at every call, so a call waits for nothing and may be captured in a graph.
+Lengths that decide a plan by their values on the host are planned once, and the plan stays until others are given.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..base.memory import is_capturing
+from ..plan.device_lengths import TableLengths
+from ..plan.lengths import Lengths
+from ..plan.page_indices import NO_PAGES
+from ..plan.session import current_stream
+from .base import PAGED, RAGGED, Attention
+from .plan_arguments import Arguments
+
+_FLOAT_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
+_INT_BYTES = 1 << 18  # a larger plan gets more
+_MOST_PLANS = 64  # sets of options that a thread keeps
+
+_local = threading.local()
+_captured: set[Attention] = set()  # kept, as graphs outlive threads
+
+
+class Tables(NamedTuple):
+    """Lengths of a batch on the device, as `plan_on_device` takes them."""
+
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    q_indptr: torch.Tensor | None = None  # None: as many rows for each request as the options say
+    max_rows: int = 0  # with q_indptr: rows of q
+
+
+class FunctionPlan:
+    """The plan of one set of options."""
+
+    __slots__ = ("_held", "_is_captured", "attention", "options", "values")
+
+    def __init__(self, attention: Attention, arguments: Arguments) -> None:
+        self.attention = attention
+        self.options, self.values = arguments.checked()
+        self._is_captured = False
+        self._held: Hashable = None  # what the newest plan was made from; None: nothing that may serve again
+
+    def on_device(self, tables: Tables) -> Attention:
+        """The Attention, after it planned such lengths on the device."""
+        self._held = None
+        given = TableLengths(
+            self.attention.device,
+            tables.seq_lens,
+            tables.block_tables,
+            q_indptr=tables.q_indptr,
+            table_rows=None,
+            num_requests=None,
+            max_rows=tables.max_rows,
+            options=self.options,
+        )
+        self.attention.plan_on_device(given, self.options, self.values)
+        return self._used()
+
+    def on_host(self, key: Hashable, lengths: Callable[[], Lengths]) -> Attention:
+        """The Attention with a plan of ragged lengths; equal keys mean equal lengths, None: never equal.
+
+        A graph makes its plan at every replay, so once a call was captured every call plans.
+        """
+        self._is_captured |= is_capturing(self.attention.device)
+        if key is None or key != self._held or self._is_captured:
+            self._held = None
+            self.attention.plan(lengths(), NO_PAGES, self.options, self.values)
+            self._held = key
+        return self._used()
+
+    def _used(self) -> Attention:
+        if is_capturing(self.attention.device):
+            _captured.add(self.attention)
+        return self.attention
+
+
+def plan_of(device: torch.device, kv_layout: str, arguments: Arguments) -> FunctionPlan:
+    """This thread's plan for a device, its current stream, a layout and options."""
+    stream = current_stream(device.index) if device.type == "cuda" else 0
+    place = device, stream
+    plans: dict[Any, FunctionPlan] = _local.__dict__.setdefault("plans", {})
+    key = place, kv_layout, arguments
+    found = plans.pop(key, None)
+    if found is None:
+        while len(plans) >= _MOST_PLANS:
+            del plans[next(iter(plans))]
+        found = FunctionPlan(_attention(place, kv_layout, getattr(arguments, "kv_source", "paged")), arguments)
+    plans[key] = found  # the newest is the last
+    return found
+
+
+def _attention(place: tuple[torch.device, int], kv_layout: str, kv_source: str) -> Attention:
+    device = place[0]
+    workspaces: dict[Any, torch.Tensor] = _local.__dict__.setdefault("workspaces", {})
+    shared = workspaces.get(place)
+    if shared is None:
+        shared = workspaces[place] = torch.empty(_FLOAT_BYTES[device.type], dtype=torch.uint8, device=device)
+    attention = Attention(shared, kv_layout, names=PAGED if kv_source == "paged" else RAGGED)
+    attention.reset_workspace_buffer(shared, torch.empty(_INT_BYTES, dtype=torch.uint8, device=device))
+    return attention
