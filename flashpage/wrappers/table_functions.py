@@ -210,9 +210,7 @@ def _grouped_size_compiled_for_decode_kernels(num_qo_heads: int, num_kv_heads: i
     return num_qo_heads // num_kv_heads in (1, 2, 4, 8)
 
 
-def _run(
-    call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: int | None, causal: bool = True
-) -> Any:
+def _run(call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: int | None, causal: bool = True) -> Any:
     query = checks.tensor(call.query, "query", RunError)
     if query.dim() != 3:
         raise RunError(f"query has shape {tuple(query.shape)}: pass [rows, num_qo_heads, head_dim].")
