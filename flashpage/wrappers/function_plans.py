@@ -1,5 +1,5 @@
-"""Plans of functions that are called once a layer and have no `plan`: this thread's objects, one for each set of options
-and each stream, which share workspaces.
+"""Plans of functions that are called once a layer and have no `plan`: this thread's objects, one for each set of
+options and each stream, which share workspaces.
 
 Lengths that the device has are planned there at every call, so a call waits for nothing and may be captured in a graph.
 Lengths that decide a plan by their values on the host are planned once, and the plan stays until others are given.
@@ -81,6 +81,27 @@ class FunctionPlan:
         if is_capturing(self.attention.device):
             _captured.add(self.attention)
         return self.attention
+
+
+class _Seen:
+    """A tensor and its version: equal if it is one tensor that torch has not seen written in between."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Seen) and self._tensor is other._tensor and self._version == other._version
+
+    def __hash__(self) -> int:
+        return id(self._tensor)
+
+
+def key_of(*tensors: torch.Tensor) -> Hashable:
+    """A key of `on_host` for lengths in tensors; None, so that every call plans, for tensors of inference mode, whose
+    writes torch does not count. Neither does it count writes by kernels of others: give those new tensors."""
+    return None if any(tensor.is_inference() for tensor in tensors) else tuple(map(_Seen, tensors))
 
 
 def plan_of(device: torch.device, kv_layout: str, arguments: Arguments) -> FunctionPlan:

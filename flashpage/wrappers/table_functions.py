@@ -1,5 +1,5 @@
-"""FlashInfer's functions for paged attention from block tables: each call plans on the device and runs, waits for nothing
-and may be captured in a graph."""
+"""FlashInfer's functions for paged attention from block tables: each call plans on the device and runs, waits for
+nothing and may be captured in a graph."""
 
 from __future__ import annotations
 
@@ -233,7 +233,8 @@ def _run(call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: in
         q_len = checks.whole("q_len_per_req", q_len, 1, error=RunError)
         if query.shape[0] != seq_lens.numel() * q_len:
             raise RunError(
-                f"query has {query.shape[0]} rows but seq_lens has {seq_lens.numel()} entries and q_len_per_req={q_len}: "
+                f"query has {query.shape[0]} rows but seq_lens has {seq_lens.numel()} entries and "
+                f"q_len_per_req={q_len}: "
                 "pass as many rows for each request."
             )
         arguments = DecodeArguments(*heads, q_len_per_req=q_len, **given)
