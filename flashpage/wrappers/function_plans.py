@@ -16,7 +16,7 @@ import torch
 from ..base.memory import is_capturing
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths
-from ..plan.page_indices import NO_PAGES
+from ..plan.page_indices import Pages
 from ..plan.session import current_stream
 from .base import PAGED, RAGGED, Attention
 from .plan_arguments import Arguments
@@ -65,15 +65,15 @@ class FunctionPlan:
         self.attention.plan_on_device(given, self.options, self.values)
         return self._used()
 
-    def on_host(self, key: Hashable, lengths: Callable[[], Lengths]) -> Attention:
-        """The Attention with a plan of ragged lengths; equal keys mean equal lengths, None: never equal.
+    def on_host(self, key: Hashable, batch: Callable[[], tuple[Lengths, Pages]]) -> Attention:
+        """The Attention with a plan of this batch; equal keys mean equal batches, None: never equal.
 
         A graph makes its plan at every replay, so once a call was captured every call plans.
         """
         self._is_captured |= is_capturing(self.attention.device)
         if key is None or key != self._held or self._is_captured:
             self._held = None
-            self.attention.plan(lengths(), NO_PAGES, self.options, self.values)
+            self.attention.plan(*batch(), self.options, self.values)
             self._held = key
         return self._used()
 

@@ -1,7 +1,7 @@
 """flash_attn_varlen_func and flash_attn_with_kvcache of flash-attn 2.8, for inference.
 
-Lengths on the device are planned there if there is a block table; a call then waits for nothing and may be captured in a
-graph. Without one the lengths come to the host, once for all calls that get the same tensors.
+With a block table, lengths are planned on the device; a call then waits for nothing and may be captured in a graph.
+Without one the lengths come to the host, once for all calls that get the same tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from ...base import checks
 from ...base.errors import CapabilityError, RunError
 from ...plan.lengths import Lengths
+from ...plan.page_indices import NO_PAGES
 from ...run.checks import NO_SCALES
 from ...wrappers.function_plans import FunctionPlan, Tables, key_of, plan_of
 from ...wrappers.plan_arguments import DecodeArguments, PrefillArguments
@@ -62,7 +63,9 @@ def flash_attn_varlen_func(
     sizes = _sizes(q, k, v, scores)
     if block_table is None:
         plan = plan_of(q.device, "NHD", PrefillArguments("ragged", **sizes))
-        attention = plan.on_host(key_of(cu_seqlens_q, cu_seqlens_k), lambda: Lengths(cu_seqlens_q, cu_seqlens_k))
+        attention = plan.on_host(
+            key_of(cu_seqlens_q, cu_seqlens_k), lambda: (Lengths(cu_seqlens_q, cu_seqlens_k), NO_PAGES)
+        )
     else:
         plan = plan_of(q.device, "NHD", PrefillArguments("paged", page_size=k.shape[1], **sizes))
         seq_lens = cu_seqlens_k.diff().int()

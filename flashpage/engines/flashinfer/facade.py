@@ -40,6 +40,6 @@ def install() -> types.ModuleType:
 
 
 def uninstall() -> None:
-    """Removes the modules from sys.modules, so that a later import finds FlashInfer without flashpage; what was imported
-    before stays as it is."""
+    """Removes the modules from sys.modules, so that a later import finds FlashInfer without flashpage; what programs
+    have imported stays as it is."""
     overlay.uninstall(PACKAGE)
