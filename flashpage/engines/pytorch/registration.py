@@ -31,7 +31,8 @@ class Registration:
 
     def __init__(self, dispatch_key: str) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL", dispatch_key)
-        for operator, implementation in _IMPLEMENTATIONS.items():
+        known = {name: kernel for name, kernel in _IMPLEMENTATIONS.items() if hasattr(torch.ops.aten, name)}
+        for operator, implementation in known.items():  # older releases lack the one that writes in place
             kernel = _with_own(implementation, _kernel_before(operator, dispatch_key))
             self._library.impl(operator, kernel, dispatch_key, with_keyset=True)
 
