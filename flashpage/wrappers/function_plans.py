@@ -49,8 +49,11 @@ class FunctionPlan:
         self._is_captured = False
         self._held: Hashable = None  # what the newest plan was made from; None: nothing that may serve again
 
-    def on_device(self, tables: Tables) -> Attention:
-        """The Attention, after it planned such lengths on the device."""
+    def on_device(self, tables: Tables, key: Hashable = None) -> Attention:
+        """The Attention, after it planned such lengths on the device, unless `key` is the newest plan's: the key of
+        layers that have equal lengths and run one after the other, all of them or none in a graph."""
+        if key is not None and key == self._held:
+            return self._used()
         self._held = None
         given = TableLengths(
             self.attention.device,
@@ -63,6 +66,7 @@ class FunctionPlan:
             options=self.options,
         )
         self.attention.plan_on_device(given, self.options, self.values)
+        self._held = key
         return self._used()
 
     def on_host(self, key: Hashable, batch: Callable[[], tuple[Lengths, Pages]]) -> Attention:
