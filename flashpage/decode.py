@@ -12,11 +12,13 @@ from .wrappers.paged_decode import (
     fast_decode_plan,
 )
 from .wrappers.single import single_decode_with_kv_cache
-from .wrappers.table_functions import _grouped_size_compiled_for_decode_kernels, trtllm_batch_decode_with_kv_cache
+from .wrappers.table_functions import (
+    _grouped_size_compiled_for_decode_kernels as _grouped_size_compiled_for_decode_kernels,
+)
+from .wrappers.table_functions import trtllm_batch_decode_with_kv_cache
 from .wrappers.variant_functions import single_decode_with_kv_cache_with_jit_module
 
 __all__ = [
-    "_grouped_size_compiled_for_decode_kernels",
     "BatchDecodeMlaWithPagedKVCacheWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",

@@ -25,7 +25,9 @@ PACKAGE = overlay.Package(
     __doc__,
     modules={"": "flashpage"} | {name: f"flashpage.{name}" for name in SUBMODULES},
     others=frozenset({"__version__", *REASONS}),
-    kept=("", "utils"),  # the package takes the names of its modules; FlashInfer's own modules use their helpers
+    # The package takes the names of its modules; latent attention has no kernel for cards yet; FlashInfer's own modules
+    # use their helpers.
+    kept=("", "mla", "utils"),
 )
 
 
