@@ -20,7 +20,7 @@ from ..base.errors import FlashpageError
 
 @dataclasses.dataclass(frozen=True)
 class Package:
-    """What flashpage serves of a package."""
+    """The names of a package that flashpage serves."""
 
     name: str
     version: str  # of the facade

@@ -222,7 +222,7 @@ def test_uninstall_gives_flashinfer_back(installed: types.ModuleType) -> None:
 
 
 def test_a_flashinfer_that_fails_is_no_flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own error comes out, and nothing stays behind."""
+    """Its own error comes out, and nothing is left over."""
     (tmp_path / "flashinfer").mkdir()
     (tmp_path / "flashinfer" / "__init__.py").write_text("import a_module_that_is_missing")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""New keys and values of flash_attn_with_kvcache: rotated, and written behind the tokens that the cache has."""
+"""New keys and values of flash_attn_with_kvcache: rotated, and written after the tokens that the cache has."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """flashpage as an implementation of PyTorch's flash attention: importing this module registers it, and
 `torch.nn.attention.activate_flash_attention_impl("flashpage")` puts it under torch's operators for CUDA tensors.
 
-What flashpage does not have (gradients, dropout, some shapes) runs on the kernel that was there before.
+The kernel that was there before runs the rest: gradients, dropout, some shapes.
 """
 
 from __future__ import annotations
