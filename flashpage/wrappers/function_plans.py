@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.errors import CapabilityError
 from ..base.memory import is_capturing
 from ..plan.device_lengths import TableLengths
-from ..plan.lengths import Lengths
+from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import Pages
 from ..plan.session import current_stream
 from .base import PAGED, RAGGED, Attention
@@ -74,10 +75,17 @@ class FunctionPlan:
 
         A graph makes its plan at every replay, so once a call was captured every call plans.
         """
-        self._is_captured |= is_capturing(self.attention.device)
-        if key is None or key != self._held or self._is_captured:
+        captures = is_capturing(self.attention.device)
+        if key is None or key != self._held or self._is_captured or captures:
             self._held = None
-            self.attention.plan(*batch(), self.options, self.values)
+            lengths, pages = batch()
+            if captures and not all(tensor is None or tensor.is_cpu for tensor in lengths):
+                raise CapabilityError(
+                    "lengths on the device cannot be copied to the host while a graph is captured: "
+                    "pass a block table, with which the device plans, or call this outside of the graph."
+                )
+            self._is_captured |= captures
+            self.attention.plan(lengths, pages, self.options, self.values)
             self._held = key
         return self._used()
 
@@ -108,27 +116,33 @@ def key_of(*tensors: torch.Tensor) -> Hashable:
     return None if any(tensor.is_inference() for tensor in tensors) else tuple(map(_Seen, tensors))
 
 
-def plan_of(device: torch.device, kv_layout: str, arguments: Arguments) -> FunctionPlan:
-    """This thread's plan for a device, its current stream, a layout and options."""
+def plan_of(device: torch.device, kv_layout: str, arguments: Arguments, names: Names | None = None) -> FunctionPlan:
+    """This thread's plan for a device, its current stream, a layout and options; `names`: the caller's, of lengths."""
     stream = current_stream(device.index) if device.type == "cuda" else 0
     place = device, stream
     plans: dict[Any, FunctionPlan] = _local.__dict__.setdefault("plans", {})
-    key = place, kv_layout, arguments
-    found = plans.pop(key, None)
+    key = place, kv_layout, arguments, names
+    try:
+        found = plans.pop(key, None)
+    except TypeError:  # an argument that is no number, such as a list
+        arguments.checked()
+        raise
     if found is None:
         while len(plans) >= _MOST_PLANS:
             del plans[next(iter(plans))]
-        found = FunctionPlan(_attention(place, kv_layout, getattr(arguments, "kv_source", "paged")), arguments)
+        if names is None:
+            names = RAGGED if getattr(arguments, "kv_source", "paged") == "ragged" else PAGED
+        found = FunctionPlan(_attention(place, kv_layout, names), arguments)
     plans[key] = found  # the newest is the last
     return found
 
 
-def _attention(place: tuple[torch.device, int], kv_layout: str, kv_source: str) -> Attention:
+def _attention(place: tuple[torch.device, int], kv_layout: str, names: Names) -> Attention:
     device = place[0]
     workspaces: dict[Any, torch.Tensor] = _local.__dict__.setdefault("workspaces", {})
     shared = workspaces.get(place)
     if shared is None:
         shared = workspaces[place] = torch.empty(_FLOAT_BYTES[device.type], dtype=torch.uint8, device=device)
-    attention = Attention(shared, kv_layout, names=PAGED if kv_source == "paged" else RAGGED)
+    attention = Attention(shared, kv_layout, names=names)
     attention.reset_workspace_buffer(shared, torch.empty(_INT_BYTES, dtype=torch.uint8, device=device))
     return attention

@@ -113,7 +113,7 @@ def trtllm_batch_decode_with_kv_cache(
     _refuse(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
-        o_scale=None if o_scale == 1 else o_scale,
+        o_scale=None if isinstance(o_scale, (int, float)) and o_scale == 1 else o_scale,
         mask=mask,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         kv_cache_sf=kv_cache_sf,
@@ -124,9 +124,9 @@ def trtllm_batch_decode_with_kv_cache(
         request_order=request_order,
         request_order_plan=request_order_plan,
     )
-    if cp_world != 1 or cp_rank != 0:
+    if cp_world.__class__ is not int or cp_rank.__class__ is not int or (cp_world, cp_rank) != (1, 0):
         raise CapabilityError(
-            f"cp_world={cp_world} and cp_rank={cp_rank} are not supported: "
+            f"cp_world={checks.shown(cp_world)} and cp_rank={checks.shown(cp_rank)} are not supported: "
             "use flashpage.parallel.ContextParallelAttention."
         )
     _check_tables(uses_shared_paged_kv_idx, backend)
@@ -246,8 +246,11 @@ def _run(call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: in
     values = plan.values._replace(sm_scale=sm_scale)  # differs between the layers of an fp8 cache, unlike the plan
     sinks = call.sinks[0] if call.sinks.__class__ is list and len(call.sinks) == 1 else call.sinks
     scales = NO_SCALES if scales == NO_SCALES else scales
+    out = call.out
+    if out is None and q_indptr is not None:  # rows of no request are not written
+        out = query.new_zeros((*query.shape[:2], v.shape[3]), dtype=plan.options.out_dtype.torch)
     attention = plan.on_device(lengths)
-    return attention.run(query, (k, v), call.out, call.lse, call.return_lse, values, scales, sinks, call.enable_pdl)
+    return attention.run(query, (k, v), out, call.lse, call.return_lse, values, scales, sinks, call.enable_pdl)
 
 
 def _pair(kv_cache: Any, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

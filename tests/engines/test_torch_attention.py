@@ -346,6 +346,29 @@ def test_gradients_on_a_card(calls: list[str]) -> None:
 
 
 @pytest.mark.cuda
+def test_ragged_keys_in_a_graph_are_torchs(calls: list[str]) -> None:
+    """Their lengths cannot come to the host there; dense batches are planned from shapes and stay ours."""
+    q, k, v, cu_q, cu_k = ragged("cuda")
+    q, k, v = (torch.cat(t) for t in (q, k, v))
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = q[None].transpose(1, 2)
+        return varlen_attn(q, k, v, cu_q, cu_k, 17, 33, enable_gqa=True), sdpa(rows, rows, rows)
+
+    expected = step()
+    attention.activate_flash_attention_impl("flashpage")
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    attention.restore_flash_attention_impl()
+    graph.replay()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert calls == ["varlen", "dense"] * 2
+
+
+@pytest.mark.cuda
 def test_captured_paged_decode() -> None:
     """Lengths and tables are read at every replay."""
     lengths = (20, 5, 33)

@@ -12,13 +12,15 @@ import torch
 
 from ...base import checks
 from ...base.errors import CapabilityError, RunError
-from ...plan.lengths import Lengths
+from ...plan.lengths import Lengths, Names
 from ...plan.page_indices import NO_PAGES
 from ...run.checks import NO_SCALES
 from ...wrappers.function_plans import FunctionPlan, Tables, key_of, plan_of
 from ...wrappers.plan_arguments import DecodeArguments, PrefillArguments
 from .cache import Rotation, append
 from .scores import Scores, refuse_training
+
+_NAMES = Names("cu_seqlens_q", "cu_seqlens_k", "last_page_len", "seq_lens")
 
 
 def flash_attn_varlen_func(
@@ -57,12 +59,14 @@ def flash_attn_varlen_func(
         block_table: [batch, pages] int32.
     """
     refuse_training(dropout_p, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return_attn_probs = checks.flag("return_attn_probs", return_attn_probs, RunError)
     _check_rows(q, "q", 3, "[total_q, heads, head_dim]")
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes).arguments(has_one_row=False)
     _check_rows(k, "k", 3 if block_table is None else 4, "[total_k, kv_heads, head_dim], pages with block_table")
+    _check_rows(v, "v", k.dim(), "the dimensions of k")
     sizes = _sizes(q, k, v, scores)
     if block_table is None:
-        plan = plan_of(q.device, "NHD", PrefillArguments("ragged", **sizes))
+        plan = plan_of(q.device, "NHD", PrefillArguments("ragged", **sizes), _NAMES)
         attention = plan.on_host(
             key_of(cu_seqlens_q, cu_seqlens_k), lambda: (Lengths(cu_seqlens_q, cu_seqlens_k), NO_PAGES)
         )
@@ -119,9 +123,12 @@ def flash_attn_with_kvcache(
             "cache_leftpad is not supported: begin each request's tokens at 0, or pass a block_table without the "
             "padding."
         )
-    refuse_training(0, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    new = {name: tensor for name, tensor in (("k", k), ("v", v)) if tensor is not None}
+    refuse_training(0, q=q, k_cache=k_cache, v_cache=v_cache, **new)
+    return_softmax_lse = checks.flag("return_softmax_lse", return_softmax_lse, RunError)
     _check_rows(q, "q", 4, "[batch, rows, heads, head_dim]")
     _check_rows(k_cache, "k_cache", 4, "[batch, tokens, kv_heads, head_dim], or pages with block_table")
+    _check_rows(v_cache, "v_cache", 4, "the dimensions of k_cache")
     batch, rows = q.shape[:2]
     tables = _tables(k_cache, block_table, cache_batch_idx, batch)
     seq_lens = _seq_lens(cache_seqlens, batch, k_cache, block_table)

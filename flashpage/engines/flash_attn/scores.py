@@ -29,7 +29,10 @@ class Scores(NamedTuple):
         left, right = _window(self.window_size)
         causal = checks.flag("causal", self.causal, RunError) or right == 0
         later = -1 if causal or has_one_row else right
-        given = {"window_left": left, "logits_soft_cap": self.softcap}
+        if self.softmax_scale is not None:
+            checks.real("softmax_scale", self.softmax_scale, error=RunError)
+        cap = checks.real("softcap", self.softcap, error=RunError)
+        given: dict[str, Any] = {"window_left": left, "logits_soft_cap": cap}
         if not has_one_row:
             given["causal"] = causal
         return given | {"own": Own(variant=_variant(self.alibi_slopes, later))}
@@ -75,9 +78,8 @@ def _mask(slopes: torch.Tensor | None, later: int) -> dict[str, Any]:
 
 
 def refuse_training(dropout_p: float, **tensors: Any) -> None:
-    """Refuses dropout and gradients by name."""
-    if dropout_p != 0:
+    """Refuses dropout, gradients, and arguments that are no tensors, by name."""
+    if checks.real("dropout_p", dropout_p, error=RunError) != 0:
         raise CapabilityError(f"dropout_p={dropout_p} is not supported, as this is inference alone: pass 0.")
     for name, tensor in tensors.items():
-        if tensor is not None:
-            checks.tensor(tensor, name, RunError)
+        checks.tensor(tensor, name, RunError)
