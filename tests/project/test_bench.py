@@ -84,6 +84,15 @@ def test_trace_of_a_launch(bench_path: None) -> None:
     assert trace.Launch.of(np.zeros((5, len(names))), names) is None
 
 
+def test_attention_of_torch() -> None:
+    """Every case runs on flashpage, in tiny shapes."""
+    environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
+    command = [sys.executable, str(BENCH / "torch_attention_bench.py"), "--small", "--device", "cpu", "--repeats", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| flashpage |") == 7
+
+
 def test_every_benchmark_has_its_program(bench_path: None) -> None:
     from run import BENCHMARKS
 
