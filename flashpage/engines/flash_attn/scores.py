@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from ...variants.variant import Variant
 from ...wrappers.plan_arguments import Own
 
 _MOST_VARIANTS = 32
-_variants: dict[Any, Variant] = {}  # plans compare variants by identity, so equal options must have one
+_local = threading.local()  # this thread's variants: plans compare them by identity, so equal options must have one
 
 
 class Scores(NamedTuple):
@@ -53,11 +54,12 @@ def _variant(slopes: torch.Tensor | None, later: int) -> Variant | None:
     if slopes is None and later < 0:
         return None
     key = (None if slopes is None else id(slopes)), later
-    found = _variants.get(key)
+    known: dict[Any, Variant] = _local.__dict__.setdefault("variants", {})
+    found = known.get(key)
     if found is None:
-        while len(_variants) >= _MOST_VARIANTS:
-            del _variants[next(iter(_variants))]
-        found = _variants[key] = Variant(**_logit(slopes), **_mask(slopes, later))
+        while len(known) >= _MOST_VARIANTS:
+            del known[next(iter(known))]
+        found = known[key] = Variant(**_logit(slopes), **_mask(slopes, later))
     return found
 
 
