@@ -1,4 +1,4 @@
-"""PyTorch's attention functions on flashpage's kernels, beside torch's own FA2, FA3 and cuDNN, in turns.
+"""PyTorch's attention functions on flashpage's kernels, next to torch's own FA2, FA3 and cuDNN, in turns.
 
 Each implementation is activated, called and captured as a CUDA graph; then the graphs' replays take turns. Those that a
 machine lacks, or that refuse a case, are left out. `--small --device cpu` runs tiny shapes of flashpage alone with the
