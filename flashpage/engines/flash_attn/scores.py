@@ -10,7 +10,6 @@ import torch
 from ...base import checks
 from ...base.errors import CapabilityError, RunError
 from ...variants.variant import Variant
-from ...wrappers.plan_arguments import Own
 
 _MOST_VARIANTS = 32
 _local = threading.local()  # this thread's variants: plans compare them by identity, so equal options must have one
@@ -36,7 +35,8 @@ class Scores(NamedTuple):
         given: dict[str, Any] = {"window_left": left, "logits_soft_cap": cap}
         if not has_one_row:
             given["causal"] = causal
-        return given | {"own": Own(variant=_variant(self.alibi_slopes, later))}
+        variant = _variant(self.alibi_slopes, later)
+        return given if variant is None else given | {"own": {"variant": variant}}
 
 
 def _window(window_size: Any) -> tuple[int, int]:
