@@ -3,7 +3,7 @@
 from .base.refused import (
     BatchDecodeMlaWithPagedKVCacheWrapper,
     cudnn_batch_decode_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache,
 )
 from .wrappers.paged_decode import (
@@ -12,6 +12,10 @@ from .wrappers.paged_decode import (
     fast_decode_plan,
 )
 from .wrappers.single import single_decode_with_kv_cache
+from .wrappers.table_functions import (
+    _grouped_size_compiled_for_decode_kernels as _grouped_size_compiled_for_decode_kernels,
+)
+from .wrappers.table_functions import trtllm_batch_decode_with_kv_cache
 from .wrappers.variant_functions import single_decode_with_kv_cache_with_jit_module
 
 __all__ = [
@@ -23,5 +27,6 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
 ]

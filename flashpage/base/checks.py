@@ -37,7 +37,6 @@ _REASONS = {
     "block_mask": "it belongs to the Blackwell kernels: use VariableBlockSparseAttentionWrapper for masks of heads",
     "o_scale": "outputs are 16 or 32 bits wide and need no scale: leave it None",
     "window_right": "decode rows see no later tokens: leave it 0",
-    "lse_base": "LSE is base 2: pass 'log2', and multiply by ln 2 for natural logarithms",
     "lse_layout": "LSE is [rows, heads]: pass 'NH', and transpose where another layout is needed",
     "v_indptr": "K and V share kv_indptr: leave it None",
     "o_indptr": "out has the rows of q: leave it None",
@@ -84,7 +83,7 @@ def refuse_given(**values: Any) -> None:
 
 
 def refuse_run_options(
-    kv_cache_sf: Any, skip_softmax: Any, use_fp16_softmax: Any, uses_spcompress: Any, lse_base: str, lse_layout: str
+    kv_cache_sf: Any, skip_softmax: Any, use_fp16_softmax: Any, uses_spcompress: Any, lse_layout: str
 ) -> None:
     """Refuses arguments of run that only some of FlashInfer's own kernels take."""
     if not (kv_cache_sf is None and skip_softmax is None and use_fp16_softmax is None and uses_spcompress is None):
@@ -94,8 +93,6 @@ def refuse_run_options(
             use_fp16_softmax=use_fp16_softmax,
             uses_spcompress=uses_spcompress,
         )
-    if lse_base != "log2":
-        refuse("lse_base", lse_base)
     if lse_layout != "NH":
         refuse("lse_layout", lse_layout)
 

@@ -24,8 +24,6 @@ REASONS = {
     "nvfp4_quantize": _NVFP4,
     "nvfp4_quantize_append_paged_kv_cache": _NVFP4,
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": _NVFP4,
-    "trtllm_batch_context_with_kv_cache": _PREFILL,
-    "trtllm_batch_decode_with_kv_cache": _DECODE,
     "trtllm_batch_decode_with_kv_cache_mla": _MLA,
     "trtllm_fmha_v2_prefill": _PREFILL,
     "trtllm_ragged_attention_deepseek": _RAGGED,

@@ -17,6 +17,7 @@ from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES, check_output
 from ..variants.row_mask import WITHIN, RowMask
 from ..wrappers.base import Attention
+from ..wrappers.lse_mode import BASE_2, in_base_e, is_natural
 from ..wrappers.plan_arguments import Checked, PrefillArguments
 from .layout import ContextLayout, LocalPages, check_lists
 from .mask import Visible
@@ -190,6 +191,7 @@ class ContextParallelAttention(Unique):
         k_scale: Any = None,
         v_scale: Any = None,
         sinks: torch.Tensor | None = None,
+        lse_mode: str = BASE_2,
     ) -> Any:
         """Attention of the planned batch. A collective: every rank of the group must call it.
 
@@ -201,10 +203,11 @@ class ContextParallelAttention(Unique):
             return_lse: also return lse.
             q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
             sinks: [num_qo_heads] fp32, natural-log units, given on every rank and counted once.
+            lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
         """
         if not self._is_planned:
             raise RunError("run: ContextParallelAttention has no plan: call plan(...) first, and again if it failed.")
-        return_lse = checks.flag("return_lse", return_lse, RunError)
+        return_lse, natural = checks.flag("return_lse", return_lse, RunError), is_natural(lse_mode)
         if checks.tensor(q, "q", RunError).dim() != 3:
             raise RunError(f"q has shape {tuple(q.shape)}: pass [rows, num_qo_heads, head_dim].")
         attention, states = self._attention, self._states
@@ -222,7 +225,8 @@ class ContextParallelAttention(Unique):
             write(out, lse)
         else:
             states.merge(write, shape, out, lse)
-        return (out, lse) if return_lse else out
+        result = (out, lse) if return_lse else out
+        return in_base_e(result, lse) if natural else result
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

@@ -9,6 +9,7 @@ import torch
 
 from ..base.errors import PlanError, RunError
 from ..wrappers import operators
+from ..wrappers.lse_mode import BASE_2, LN_2, LOG2_E, is_natural
 from ..wrappers.merge import check_states
 
 HEADS = ("all", "own")
@@ -75,7 +76,7 @@ class StateGroup:
 
 
 def merge_over_group(
-    out: torch.Tensor, lse: torch.Tensor, group: Any = None, *, heads: str = "all"
+    out: torch.Tensor, lse: torch.Tensor, group: Any = None, *, heads: str = "all", lse_mode: str = BASE_2
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges the states of all ranks of a group; makes any wrapper's `run(..., return_lse=True)` context parallel.
 
@@ -87,11 +88,13 @@ def merge_over_group(
         lse: [rows, num_heads] fp32, base 2; -inf where a row sees no token here. Sinks belong to one rank's state only.
         group: a torch.distributed process group (NCCL for CUDA tensors, gloo for the CPU's); None: the default one.
         heads: "all", or "own": the merged heads of this rank alone, [rows, num_heads / world_size, head_dim].
+        lse_mode: "base2", or "basee": LSEs are natural logarithms (two small launches more).
 
     Returns:
         The merged output and LSE, contiguous.
     """
     check_states(out, lse, "out", "lse", 3)
+    natural = is_natural(lse_mode)
     states = StateGroup(group, heads)
     shape: Any = tuple(out.shape)
     merged = out.new_empty(states.out_shape(shape))
@@ -99,11 +102,11 @@ def merge_over_group(
 
     def write(to: torch.Tensor, lse_to: torch.Tensor) -> None:
         to.copy_(out)
-        lse_to.copy_(lse)
+        torch.mul(lse, LOG2_E, out=lse_to) if natural else lse_to.copy_(lse)
 
     if merged.numel():
         states.merge(write, shape, merged, merged_lse)
-    return merged, merged_lse
+    return (merged, merged_lse.mul_(LN_2)) if natural else (merged, merged_lse)
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from ..run.checks import (
     wait_for,
 )
 from . import operators
+from .lse_mode import in_base_e, is_natural
 
 PAGED = Names("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens", "paged_kv_indices")
 RAGGED = Names("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
@@ -254,6 +256,15 @@ class Attention(Unique):
                 return self._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl)
             native.check(status)
         return (to, lse_to) if return_lse else to
+
+    def run_of(self, lse_mode: str) -> Callable[..., Any]:
+        """`run` with LSEs of a mode: itself for "base2"; for "basee" the LSE is multiplied by ln 2 in place."""
+        return self._run_in_base_e if is_natural(lse_mode) else self.run
+
+    def _run_in_base_e(
+        self, q: torch.Tensor, cache: Any, out: Any = None, lse: torch.Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return in_base_e(self.run(q, cache, out, lse, *args, **kwargs), lse)
 
     def _run_judged(
         self,

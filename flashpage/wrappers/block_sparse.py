@@ -135,6 +135,8 @@ class BlockSparseAttentionWrapper(Unique):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
+        *,
+        lse_mode: str = "base2",
     ) -> Any:
         """Attention under the planned matrix.
 
@@ -145,6 +147,7 @@ class BlockSparseAttentionWrapper(Unique):
             out: [M, num_qo_heads, head_dim], written in place; None: allocated.
             lse: [M, num_qo_heads] fp32, base 2, written in place. A row that sees nothing has out = 0, lse = -inf.
             return_lse: also return lse.
+            lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
         """
         self._attention.require_plan("run")
         pages = []
@@ -154,7 +157,8 @@ class BlockSparseAttentionWrapper(Unique):
             pages.append(tensor.unflatten(0, (self.N // self.C, self.C)))
         scales = NO_SCALES if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         cache = tuple(pages)
-        return self._attention.run(q, cache, out, lse, return_lse, self._values, scales, enable_pdl=enable_pdl)
+        run = self._attention.run_of(lse_mode)
+        return run(q, cache, out, lse, return_lse, self._values, scales, enable_pdl=enable_pdl)
 
     def forward(
         self,

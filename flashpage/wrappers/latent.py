@@ -4,7 +4,6 @@ columns."""
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -210,13 +209,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         checks.refuse_given(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
         q = _joined(_pair("query", query, q_nope=q_nope, q_pe=q_pe))
         cache = _pair("kv_cache", kv_cache, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
-        has_lse = return_lse or lse is not None
-        found = self._attention.run(
-            q, cache if len(cache) > 1 else cache[0], out, lse, return_lse, self._now, NO_SCALES, sinks
-        )
-        if has_lse and (return_lse_base_on_e or self._lse_mode == "basee"):
-            (lse if lse is not None else found[1]).mul_(math.log(2.0))
-        return found
+        run = self._attention.run_of("basee" if return_lse_base_on_e or self._lse_mode == "basee" else "base2")
+        return run(q, cache if len(cache) > 1 else cache[0], out, lse, return_lse, self._now, NO_SCALES, sinks)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

@@ -1,4 +1,4 @@
-"""Merges attention states (outputs over some of the tokens, with their LSEs, base 2) into one."""
+"""Merges attention states (outputs over some of the tokens, with their LSEs) into one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from ..base import checks
 from ..base.errors import RunError
 from . import operators
+from .lse_mode import BASE_2, LN_2, LOG2_E, in_base_e, is_natural
 
 if TYPE_CHECKING:
     from ..kernels.options import RunOptions
@@ -22,23 +23,32 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def merge_state(
-    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor, *, lse_mode: str = BASE_2
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges two states.
 
     Args:
         v_a, v_b: [rows, num_heads, head_dim], outputs; the same strides, last dimension contiguous.
         s_a, s_b: [rows, num_heads] fp32, their LSEs, base 2.
+        lse_mode: "base2", or "basee": LSEs are natural logarithms (a few small launches more).
 
     Returns:
         The merged output and LSE, contiguous.
     """
     _check_pair(v_a, s_a, v_b, s_b, ("v_a", "s_a", "v_b", "s_b"))
+    if is_natural(lse_mode):
+        return in_base_e(operators.call("merge_state", v_a, s_a * LOG2_E, v_b, s_b * LOG2_E), None)
     return operators.call("merge_state", v_a, s_a, v_b, s_b)
 
 
 def merge_state_in_place(
-    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
+    v: torch.Tensor,
+    s: torch.Tensor,
+    v_other: torch.Tensor,
+    s_other: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    lse_mode: str = BASE_2,
 ) -> None:
     """Merges a second state into the first one.
 
@@ -46,6 +56,7 @@ def merge_state_in_place(
         v, s: [rows, num_heads, head_dim] and [rows, num_heads] fp32, contiguous, written.
         v_other, s_other: the other state, the same shapes.
         mask: [rows] bool or uint8, the rows to merge; None: all.
+        lse_mode: "base2", or "basee": LSEs are natural logarithms (a few small launches more).
     """
     _check_pair(v, s, v_other, s_other, ("v", "s", "v_other", "s_other"))
     for name, tensor in (("v", v), ("s", s)):
@@ -61,15 +72,22 @@ def merge_state_in_place(
                 f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: "
                 f"pass one bool or uint8 for each row, [{v.shape[0]}]."
             )
-    operators.call("merge_state_in_place", v, s, v_other, s_other, mask)
+    if not is_natural(lse_mode):
+        operators.call("merge_state_in_place", v, s, v_other, s_other, mask)
+        return
+    merged = s * LOG2_E
+    operators.call("merge_state_in_place", v, merged, v_other, s_other * LOG2_E, mask)
+    merged.mul_(LN_2)
+    s.copy_(merged if mask is None else torch.where(mask.bool().unsqueeze(1), merged, s))
 
 
-def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_states(v: torch.Tensor, s: torch.Tensor, *, lse_mode: str = BASE_2) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges any number of states.
 
     Args:
         v: [rows, num_states, num_heads, head_dim], outputs.
         s: [rows, num_states, num_heads] fp32, their LSEs, base 2.
+        lse_mode: "base2", or "basee": LSEs are natural logarithms (a few small launches more).
 
     Returns:
         The merged output [rows, num_heads, head_dim] and LSE [rows, num_heads], contiguous.
@@ -79,6 +97,8 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         raise RunError(
             f"v has shape {tuple(v.shape)}: pass at least one state, [rows, num_states, num_heads, head_dim]."
         )
+    if is_natural(lse_mode):
+        return in_base_e(operators.call("merge_states", v, s * LOG2_E), None)
     return operators.call("merge_states", v, s)
 
 

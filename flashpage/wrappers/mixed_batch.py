@@ -106,6 +106,8 @@ class BatchAttention(Unique):
         logits_soft_cap: float = 0.0,
         profiler_buffer: torch.Tensor | None = None,
         kv_cache_sf: Any = None,
+        *,
+        lse_mode: str = "base2",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -116,6 +118,7 @@ class BatchAttention(Unique):
                 allocated.
             k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
             logits_soft_cap: 0: as planned.
+            lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
 
         Returns:
             out and lse.
@@ -126,5 +129,6 @@ class BatchAttention(Unique):
         if logits_soft_cap:
             values = values._replace(logits_soft_cap=checks.real("logits_soft_cap", logits_soft_cap))
         scales = NO_SCALES if k_scale is v_scale is None else (None, k_scale, v_scale)
-        found: tuple[torch.Tensor, torch.Tensor] = self._attention.run(q, kv_cache, out, lse, True, values, scales)
+        run = self._attention.run_of(lse_mode)
+        found: tuple[torch.Tensor, torch.Tensor] = run(q, kv_cache, out, lse, True, values, scales)
         return found

@@ -18,6 +18,7 @@ from .adapter import Adapter
 from .base import DECODE
 from .engine_access.attributes import PagedState, Written
 from .engine_access.cached_module import DecodePlanModule, PlanModule
+from .lse_mode import BASE_2
 from .plan_arguments import DecodeArguments, differ, named_options, options_of_device, sizes_signature
 
 
@@ -252,6 +253,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         q_len_per_req: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
+        lse_mode: str = BASE_2,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -267,6 +269,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             enable_pdl: programmatic dependent launch; None: if the card has it.
             window_left: replaces the planned one for this run.
             sinks: [num_qo_heads] fp32, natural-log units, which join the denominator, and so the lse.
+            lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
         """
         if args:
             raise RunError(checks.extra_positions(args))
@@ -277,6 +280,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             self._check_q_len(q_len_per_req)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
+        if lse_mode is not BASE_2:
+            return self._attention.run_of(lse_mode)(
+                q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl
+            )
         return self._attention.run(q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

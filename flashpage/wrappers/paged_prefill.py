@@ -17,6 +17,7 @@ from ..plan.page_indices import Mask
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
+from .lse_mode import BASE_2, mode_of
 from .plan_arguments import PrefillArguments, differ, options_of_device
 from .prefill_base import PrefillWrapper, only_items
 
@@ -286,6 +287,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         uses_spcompress: bool | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
+        lse_mode: str = BASE_2,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -301,18 +303,24 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             enable_pdl: programmatic dependent launch; None: if the card has it.
             window_left: replaces the planned one for this run.
             sinks: [num_qo_heads] fp32, natural-log units, which join the denominator, and so the lse.
-            lse_base, lse_layout: "log2" and "NH" ([rows, heads]).
+            lse_base: FlashInfer's name for `lse_mode`: "log2" or "ln".
+            lse_layout: "NH" ([rows, heads]).
+            lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
         """
         if args:
             raise RunError(checks.extra_positions(args))
         is_usual = kv_cache_sf is skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None
         if not (is_usual and lse_base == "log2" and lse_layout == "NH"):
             checks.refuse_run_options(
-                *(kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress),
-                *(lse_base, lse_layout),
+                *(kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, lse_layout)
             )
+            lse_mode = mode_of(lse_base, lse_mode)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
+        if lse_mode is not BASE_2:
+            return self._attention.run_of(lse_mode)(
+                q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl
+            )
         return self._attention.run(q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

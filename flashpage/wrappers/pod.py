@@ -345,6 +345,8 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         return_lse: bool = False,
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
+        *,
+        lse_mode: str = "base2",
     ) -> Any:
         """Attention of both batches.
 
@@ -354,6 +356,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
                 and so does the next run without one.
             causal_p: for the prefills; a mask replaces it.
             q_scale, k_scale, v_scale: for the decodes.
+            lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
 
         Returns:
             The outputs of the prefills and of the decodes; with `return_lse` a pair of output and lse each.
@@ -369,13 +372,14 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
             self._is_masked = mask is not None
         prefill = self._prefill.used()
         prefill.require_plan("run")
+        given: dict[str, Any] = {"return_lse": return_lse, "enable_pdl": enable_pdl}
         values_p, scales = (
             prefill.values._replace(causal=checks.flag("causal_p", causal_p)),
             (q_scale, k_scale, v_scale),
         )
         return (
-            prefill.run(q_p, paged_kv_cache_p, None, None, return_lse, values_p, enable_pdl=enable_pdl),
-            self._decode.run(q_d, paged_kv_cache_d, None, None, return_lse, scales=scales, enable_pdl=enable_pdl),
+            prefill.run_of(lse_mode)(q_p, paged_kv_cache_p, values=values_p, **given),
+            self._decode.run_of(lse_mode)(q_d, paged_kv_cache_d, scales=scales, **given),
         )
 
     def end_forward(self) -> None:

@@ -15,6 +15,7 @@ from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .base import RAGGED
 from .engine_access.attributes import array_of_plan
+from .lse_mode import BASE_2, mode_of
 from .prefill_base import PrefillWrapper, only_items
 
 
@@ -179,6 +180,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         window_left: int | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
+        lse_mode: str = BASE_2,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -193,16 +195,21 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             enable_pdl: programmatic dependent launch; None: if the card has it.
             sinks: [num_qo_heads] fp32, natural-log units, which join the denominator, and so the lse.
             window_left: replaces the planned one for this run.
-            lse_base, lse_layout: "log2" and "NH" ([rows, heads]).
+            lse_base: FlashInfer's name for `lse_mode`: "log2" or "ln".
+            lse_layout: "NH" ([rows, heads]).
+            lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
         """
         if args:
             raise RunError(checks.extra_positions(args))
         if not (kv_cache_sf is None and lse_base == "log2" and lse_layout == "NH"):
-            checks.refuse_run_options(kv_cache_sf, None, None, None, lse_base, lse_layout)
+            checks.refuse_run_options(kv_cache_sf, None, None, None, lse_layout)
+            lse_mode = mode_of(lse_base, lse_mode)
         if o_scale is not None:
             checks.refuse("o_scale", o_scale)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
+        if lse_mode is not BASE_2:
+            return self._attention.run_of(lse_mode)(q, (k, v), out, lse, return_lse, values, scales, sinks, enable_pdl)
         return self._attention.run(q, (k, v), out, lse, return_lse, values, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -39,6 +39,8 @@ def single_decode_with_kv_cache(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     return_lse: bool = False,
+    *,
+    lse_mode: str = "base2",
     **own: Any,
 ) -> Any:
     """Attention of one query row.
@@ -49,7 +51,7 @@ def single_decode_with_kv_cache(
         use_tensor_cores: accepted; kernels are chosen from shapes.
 
     Returns:
-        [num_qo_heads, head_dim], with `return_lse` also [num_qo_heads] fp32, base 2.
+        [num_qo_heads, head_dim], with `return_lse` also [num_qo_heads] fp32, base 2 (lse_mode="basee": natural).
     """
     checks.tensor(q, "q", RunError)
     if q.dim() != 2:
@@ -57,7 +59,7 @@ def single_decode_with_kv_cache(
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
     options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": own}
     scales = (q_scale, k_scale, v_scale)
-    result = _run(q.unsqueeze(0), k, v, kv_layout, options, scales, return_lse)
+    result = _run(q.unsqueeze(0), k, v, kv_layout, options, scales, (return_lse, lse_mode))
     return tuple(r.squeeze(0) for r in result) if return_lse else result.squeeze(0)
 
 
@@ -85,6 +87,8 @@ def single_prefill_with_kv_cache(
     kv_cache_sf: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    *,
+    lse_mode: str = "base2",
     **own: Any,
 ) -> Any:
     """Attention of the rows of one request.
@@ -99,7 +103,8 @@ def single_prefill_with_kv_cache(
         packed_custom_mask: the mask as bits, `packbits(mask.flatten(), bitorder="little")`.
 
     Returns:
-        [q_len, num_qo_heads, head_dim_vo], with `return_lse` also [q_len, num_qo_heads] fp32, base 2.
+        [q_len, num_qo_heads, head_dim_vo], with `return_lse` also [q_len, num_qo_heads] fp32, base 2
+        (lse_mode="basee": natural).
     """
     checks.refuse_given(kv_cache_sf=kv_cache_sf, use_fp16_qk_reduction=use_fp16_qk_reduction)
     checks.backend(backend)
@@ -111,7 +116,7 @@ def single_prefill_with_kv_cache(
         _one_of("scale_k", scale_k, "k_scale", k_scale),
         _one_of("scale_v", scale_v, "v_scale", v_scale),
     )
-    return _run(q, k, v, kv_layout, options, scales, return_lse, Mask.of(custom_mask, packed_custom_mask))
+    return _run(q, k, v, kv_layout, options, scales, (return_lse, lse_mode), Mask.of(custom_mask, packed_custom_mask))
 
 
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
@@ -124,7 +129,7 @@ def _run(
     kv_layout: str,
     options: dict[str, Any],
     scales: tuple[Any, Any, Any],
-    return_lse: bool,
+    lse: tuple[bool, str],
     mask: Mask | None = None,
 ) -> Any:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -151,7 +156,7 @@ def _run(
     attention.plan(lengths, NO_PAGES, *arguments.checked(), mask)
     if is_capturing(attention.device):
         _captured.add(attention)
-    return attention.run(q, (k, v), return_lse=return_lse, scales=scales)
+    return attention.run_of(lse[1])(q, (k, v), return_lse=lse[0], scales=scales)
 
 
 def _attention(device: torch.device, kv_layout: str) -> Attention:

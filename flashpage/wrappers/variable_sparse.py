@@ -105,6 +105,8 @@ class VariableBlockSparseAttentionWrapper(Unique):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
+        *,
+        lse_mode: str = "base2",
     ) -> Any:
         """Attention under the planned masks.
 
@@ -114,9 +116,10 @@ class VariableBlockSparseAttentionWrapper(Unique):
             out: [num_qo_heads, rows, head_dim], written in place; None: allocated.
             lse: [num_qo_heads, rows] fp32, base 2, written in place. A row that sees nothing has out = 0, lse = -inf.
             return_lse: also return lse.
+            lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
         """
         self._attention.require_plan("run")
-        return_lse = checks.flag("return_lse", return_lse, RunError)
+        return_lse, run = checks.flag("return_lse", return_lse, RunError), self._attention.run_of(lse_mode)
         num_q_heads, num_kv_heads, rows, tokens, page = self._sizes
         for name, tensor, shape in (
             ("q", q, (num_q_heads, rows)),
@@ -139,9 +142,7 @@ class VariableBlockSparseAttentionWrapper(Unique):
                 tensor_memory.check_written(output, name, RunError)
         packed = _by_kv_head(q, num_kv_heads)
         pages = tuple(t.reshape(num_kv_heads * tokens // page, page, 1, t.shape[2]) for t in (k, v))
-        found, found_lse = self._attention.run(
-            packed, pages, return_lse=True, values=self._values, enable_pdl=enable_pdl
-        )
+        found, found_lse = run(packed, pages, return_lse=True, values=self._values, enable_pdl=enable_pdl)
         result = _by_query_head(found, num_kv_heads, rows)
         out = result if out is None else out.copy_(result)
         if not return_lse and lse is None:

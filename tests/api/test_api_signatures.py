@@ -111,7 +111,7 @@ def test_positional_parameters(name: str) -> None:
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     expected = SIGNATURES[name].split()
     assert shown([p for p in positional if "." not in name or p.name != "self"]) == expected
-    ours = {"variant", "max_batch", "max_pages", "max_kv_rows", "max_rows"}
+    ours = {"lse_mode", "variant", "max_batch", "max_pages", "max_kv_rows", "max_rows"}
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= ours
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +53,8 @@ from flashinfer import (BatchAttentionWithAttentionSinkWrapper, BatchDecodeWithP
     BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper, fast_decode_plan, get_seq_lens,
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping)
 from flashinfer.cascade import MultiLevelCascadeAttentionWrapper, merge_state
-from flashinfer.decode import CUDAGraphBatchDecodeWithPagedKVCacheWrapper, trtllm_batch_decode_with_kv_cache
+from flashinfer.decode import (CUDAGraphBatchDecodeWithPagedKVCacheWrapper, trtllm_batch_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache_mla, _grouped_size_compiled_for_decode_kernels)
 from flashinfer.prefill import trtllm_batch_context_with_kv_cache
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from flashinfer.page import append_paged_kv_cache
@@ -121,13 +124,120 @@ def test_importing_compat_does_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
+# ---------------------------------------------------------------- next to an installed FlashInfer
+
+INSTALLED = {  # a FlashInfer of a few lines: attention, other names in the same modules, and other modules
+    "__init__": """
+from .decode import BatchDecodeWithPagedKVCacheWrapper, theirs_alone
+from .mla import xqa_batch_decode_with_kv_cache_mla
+from .prefill import single_prefill_with_kv_cache
+from .quantization import mxfp8_quantize, segment_packbits
+__version__ = "0.0.fake"
+""",
+    "decode": """
+from .utils import round_up
+class BatchDecodeWithPagedKVCacheWrapper: is_theirs = True
+class BatchDecodeMlaWithPagedKVCacheWrapper: is_theirs = True
+def trtllm_batch_decode_with_kv_cache(): return "theirs"
+def theirs_alone(): return round_up(5, 4)
+""",
+    "prefill": """
+from .decode import BatchDecodeWithPagedKVCacheWrapper
+def single_prefill_with_kv_cache(): return "theirs"
+def helper(): return BatchDecodeWithPagedKVCacheWrapper
+""",
+    "mla": "def xqa_batch_decode_with_kv_cache_mla(): return 'theirs'",
+    "quantization": """
+def mxfp8_quantize(): return "theirs"
+def segment_packbits(): return "theirs"
+""",
+    "utils": """
+def round_up(x, y): return "theirs"
+def _get_range_buf(): return "theirs"
+""",
+    "sampling": "from .utils import _get_range_buf as top_k_top_p_sampling_from_probs",
+    "comm/__init__": "from . import mnnvl",
+    "comm/mnnvl": "import flashinfer.sampling\nclass TorchDistBackend: pass",
+}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    for name, text in INSTALLED.items():
+        path = tmp_path / "flashinfer" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield compat.install()
+    compat.uninstall()
+    assert "flashinfer" not in sys.modules
+
+
+def test_attention_is_flashpages(installed: types.ModuleType) -> None:
+    found: dict[str, Any] = {}
+    exec(
+        "from flashinfer import BatchDecodeWithPagedKVCacheWrapper as top, single_prefill_with_kv_cache as prefill\n"
+        "from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper as inner, fast_decode_plan as plan\n"
+        "from flashinfer.decode import trtllm_batch_decode_with_kv_cache as table\n"
+        "from flashinfer.prefill import helper",
+        found,
+    )
+    assert found["top"] is found["inner"] is found["helper"]() is flashpage.BatchDecodeWithPagedKVCacheWrapper
+    assert found["prefill"] is flashpage.single_prefill_with_kv_cache
+    assert found["plan"] is flashpage.fast_decode_plan
+    assert found["table"] is flashpage.decode.trtllm_batch_decode_with_kv_cache
+    assert installed.segment_packbits is flashpage.segment_packbits
+
+
+def test_everything_else_is_flashinfers(installed: types.ModuleType) -> None:
+    """Names that flashpage refuses or lacks, and whole modules; FlashInfer's modules use their own helpers."""
+    found: dict[str, Any] = {}
+    exec(
+        "from flashinfer import mxfp8_quantize, theirs_alone, xqa_batch_decode_with_kv_cache_mla as mla\n"
+        "from flashinfer.decode import BatchDecodeMlaWithPagedKVCacheWrapper as old_mla\n"
+        "from flashinfer.sampling import top_k_top_p_sampling_from_probs as sample\n"
+        "from flashinfer.comm.mnnvl import TorchDistBackend\nimport flashinfer.comm.mnnvl",
+        found,
+    )
+    assert found["mxfp8_quantize"]() == found["theirs_alone"]() == found["sample"]() == "theirs"
+    assert found["mla"]() == "theirs" and found["old_mla"].is_theirs
+    assert installed.__version__ == "0.0.fake"
+    with pytest.raises(ModuleNotFoundError, match=r"flashinfer\.gemm"):
+        importlib.import_module("flashinfer.gemm")
+    spec = importlib.util.find_spec("flashinfer")
+    assert spec is not None and spec.origin is not None and spec.origin.endswith("flashinfer/__init__.py")
+    assert "theirs_alone" in inspect.getsource(sys.modules["flashinfer.decode"])
+
+
+def test_uninstall_gives_flashinfer_back(installed: types.ModuleType) -> None:
+    assert compat.install() is installed
+    compat.uninstall()
+    again = importlib.import_module("flashinfer")
+    assert again is not installed and again.BatchDecodeWithPagedKVCacheWrapper.is_theirs
+    with pytest.raises(FlashpageError, match="flashinfer is already imported from"):
+        compat.install()
+    del sys.modules["flashinfer"]
+    again = compat.install()
+    assert again.BatchDecodeWithPagedKVCacheWrapper is flashpage.BatchDecodeWithPagedKVCacheWrapper
+
+
+def test_a_flashinfer_that_fails_is_no_flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own error comes out, and nothing is left over."""
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").write_text("import a_module_that_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = list(sys.meta_path)
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_missing"):
+        compat.install()
+    assert sys.meta_path == before and "flashinfer" not in sys.modules
+
+
 # ---------------------------------------------------------------- refused by name
 
 REFUSED = {
     "decode": "BatchDecodeMlaWithPagedKVCacheWrapper cudnn_batch_decode_with_kv_cache "
-    "trtllm_batch_decode_with_kv_cache xqa_batch_decode_with_kv_cache",
-    "prefill": "cudnn_batch_prefill_with_kv_cache fmha_varlen trtllm_batch_context_with_kv_cache "
-    "trtllm_fmha_v2_prefill trtllm_ragged_attention_deepseek",
+    "trtllm_batch_decode_with_kv_cache_mla xqa_batch_decode_with_kv_cache",
+    "prefill": "cudnn_batch_prefill_with_kv_cache fmha_varlen trtllm_fmha_v2_prefill trtllm_ragged_attention_deepseek",
     "mla": "trtllm_batch_decode_with_kv_cache_mla xqa_batch_decode_with_kv_cache_mla",
     "page": "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "quantization": "nvfp4_kv_dequantize nvfp4_kv_quantize nvfp4_quantize",

@@ -115,11 +115,17 @@ SIGNATURES: dict[str, str] = {
     "single_decode_with_kv_cache_with_jit_module": ("jit_module q k v"),
     "single_prefill_with_kv_cache_with_jit_module": ("jit_module q k v"),
 }
+_LSE_MODE = "lse_mode='base2'"
+_JIT = f"window_left=-1 return_lse=False {_LSE_MODE}"
 KEYWORDS = {  # keyword-only in FlashInfer; ours come after them
-    "MultiLevelCascadeAttentionWrapper.run": "out=None lse=None return_lse=False",
-    "MultiLevelCascadeAttentionWrapper.forward": "out=None lse=None return_lse=False",
-    "single_decode_with_kv_cache_with_jit_module": "kv_layout='NHD' window_left=-1 return_lse=False",
-    "single_prefill_with_kv_cache_with_jit_module": "kv_layout='NHD' mask_mode=0 window_left=-1 return_lse=False",
+    "BatchAttention.run": _LSE_MODE,
+    "BatchPODWithPagedKVCacheWrapper.run": _LSE_MODE,
+    "BlockSparseAttentionWrapper.run": _LSE_MODE,
+    "VariableBlockSparseAttentionWrapper.run": _LSE_MODE,
+    "MultiLevelCascadeAttentionWrapper.run": "out=None lse=None return_lse=False lse_mode='base2'",
+    "MultiLevelCascadeAttentionWrapper.forward": "out=None lse=None return_lse=False lse_mode='base2'",
+    "single_decode_with_kv_cache_with_jit_module": f"kv_layout='NHD' {_JIT}",
+    "single_prefill_with_kv_cache_with_jit_module": f"kv_layout='NHD' mask_mode=0 {_JIT}",
 }
 
 

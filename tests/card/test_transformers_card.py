@@ -14,6 +14,7 @@ from hf_models import MODELS, batch_options, left_padded, make_model
 from transformers import DynamicCache
 
 from flashpage import hf
+from flashpage.engines.transformers import decode
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
@@ -63,6 +64,26 @@ def test_a_trained_model_in_continuous_batches(trained: Any) -> None:
         prompts.tolist(), **batch_options(NEW_TOKENS, page_size=16, num_blocks=40, max_batch_tokens=24)
     )
     assert [output.generated_tokens for output in outputs.values()] == goes_on.tolist()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_decode_steps_in_graphs(llama: Any, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps are captured with their plans, one graph for each power of two requests; replays plan again."""
+    steps = []
+    attend = decode.attend
+
+    def seen(*given: Any) -> torch.Tensor:
+        steps.append(torch.cuda.is_current_stream_capturing())
+        return attend(*given)
+
+    monkeypatch.setattr(decode, "attend", seen)
+    prompts, goes_on = hf_copy.task(llama, NEW_TOKENS)
+    options = {"page_size": 16, "num_blocks": 80, "max_batch_tokens": 64, "max_blocks_per_request": 32}
+    graphs = {"use_cuda_graph": (False, True), "use_async_batching": is_async}
+    outputs = llama.generate_batch(prompts.tolist(), **batch_options(NEW_TOKENS, **options, **graphs))
+    assert [output.generated_tokens for output in outputs.values()] == goes_on.tolist()
+    layers = llama.config.num_hidden_layers
+    assert any(steps) and len(steps) < layers * NEW_TOKENS, "replays do not call the attention function"
 
 
 @pytest.mark.parametrize("is_paged", [True, False])

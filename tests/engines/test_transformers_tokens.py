@@ -10,9 +10,12 @@ import torch
 pytest.importorskip("transformers")
 
 import hf_copy
+import transformers
 from hf_models import MODELS, batch_options, greedy, left_padded, make_model, prompts_of
+from transformers.generation.continuous_batching import initialization
 
 from flashpage import hf
+from flashpage.engines.transformers import decode
 from flashpage.wrappers.base import Attention
 
 NEW_TOKENS = 24
@@ -71,13 +74,13 @@ def test_continuous_batching(name: str, expected: Any) -> None:
 def test_batches_are_planned_once(name: str, kinds: int, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One plan a forward for layers with full attention, and one for layers with a window."""
     model, _ = expected[name]
-    plans, forwards, plan = [], [], Attention.plan
-
-    def counted(self: Any, *args: Any) -> None:
-        plans.append(self)
-        plan(self, *args)
-
-    monkeypatch.setattr(Attention, "plan", counted)
+    plans: list[str] = []
+    forwards = []
+    for way in ("plan", "plan_on_device"):
+        plan = getattr(Attention, way)
+        monkeypatch.setattr(
+            Attention, way, lambda *args, plan=plan, way=way, **given: (plans.append(way), plan(*args, **given))[1]
+        )
     hook = model.model.register_forward_pre_hook(lambda module, args: forwards.append(module))
     model.generate_batch(
         prompts_of(left_padded(LENGTHS)), **batch_options(8, page_size=8, num_blocks=32, max_batch_tokens=16)
@@ -85,6 +88,86 @@ def test_batches_are_planned_once(name: str, kinds: int, expected: Any, monkeypa
     hook.remove()
     assert len(forwards) > 8
     assert len(plans) == kinds * len(forwards)
+    has_tables = name == "llama" and hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR")
+    assert ("plan_on_device" in plans) == has_tables, "a window's slots have no block tables"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "qwen3"])
+@pytest.mark.parametrize("blocks", [0, 32])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_decode_steps(name: str, blocks: int, is_padded: bool, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without block tables, and with three requests padded to four as for CUDA graphs."""
+    model, tokens = expected[name]
+    if is_padded:
+        ModelRunner = pytest.importorskip("transformers.generation.continuous_batching.model_runner").ModelRunner
+        made = ModelRunner.__init__
+        monkeypatch.setattr(
+            ModelRunner,
+            "__init__",
+            lambda self, *args, **given: (made(self, *args, **given), setattr(self, "pad_inputs", True))[0],
+        )
+    steps = []
+    attend = decode.attend
+    monkeypatch.setattr(decode, "attend", lambda *given: (steps.append(given[2].shape[2]), attend(*given))[1])
+    outputs = model.generate_batch(
+        prompts_of(left_padded(LENGTHS))[:3],
+        **batch_options(
+            NEW_TOKENS,
+            page_size=8,
+            num_blocks=32,
+            max_batch_tokens=16,
+            max_blocks_per_request=blocks,
+            max_requests_per_batch=4,
+        ),
+    )
+    assert [output.generated_tokens for output in outputs.values()] == tokens[:3].tolist()
+    has_tables = blocks > 0 and name != "gpt-oss" and hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR")
+    assert bool(steps) == has_tables
+    assert not has_tables or max(steps) == (4 if is_padded else 3)
+
+
+@pytest.mark.filterwarnings("ignore:The `paged.` prefix is no longer needed")
+def test_prefixed_name(expected: Any) -> None:
+    """`paged|fpage` is kept by versions that know prefixes; later ones take the prefix away."""
+    model, tokens = expected["llama"]
+    model.set_attn_implementation(f"paged|{hf.NAME}")
+    outputs = model.generate_batch(
+        prompts_of(left_padded(LENGTHS)), **batch_options(NEW_TOKENS, page_size=8, num_blocks=32, max_batch_tokens=16)
+    )
+    found = model.config._attn_implementation
+    model.set_attn_implementation(hf.NAME)
+    assert [output.generated_tokens for output in outputs.values()] == tokens.tolist()
+    assert found in (hf.NAME, f"paged|{hf.NAME}")
+
+
+@pytest.mark.parametrize("other", ["sdpa", "eager"])
+def test_tokens_of_transformers_own_batches(other: str, expected: Any) -> None:
+    """transformers' own attention over its pages gives the tokens that ours gives."""
+    model, tokens = expected["llama"]
+    model.set_attn_implementation(other)
+    options = batch_options(NEW_TOKENS, page_size=8, num_blocks=32, max_batch_tokens=16)
+    outputs = model.generate_batch(prompts_of(left_padded(LENGTHS)), **options)
+    model.set_attn_implementation(hf.NAME)
+    assert [output.generated_tokens for output in outputs.values()] == tokens.tolist()
+
+
+def test_registering_twice_wraps_once() -> None:
+    before = initialization.ensure_decode_fast_path_is_available
+    hf.register()
+    assert initialization.ensure_decode_fast_path_is_available is before
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_block_tables_are_kept_for_ours_alone(kind: str) -> None:
+    """Names of others go through transformers' own check."""
+    if not hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR"):
+        pytest.skip("this version gives block tables to FlashAttention alone")
+    config = transformers.LlamaConfig(num_hidden_layers=1, layer_types=[kind], sliding_window=8)
+    for name, blocks in ((hf.BATCHING_NAME, 32 if kind == "full_attention" else 0), ("eager", 0)):
+        config._attn_implementation = name
+        given = transformers.generation.ContinuousBatchingConfig(max_blocks_per_request=32)
+        initialization.ensure_decode_fast_path_is_available(config, given, False)
+        assert given.max_blocks_per_request == blocks
 
 
 def test_a_trained_model_in_bfloat16() -> None:

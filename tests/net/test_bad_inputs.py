@@ -29,6 +29,7 @@ WITHOUT_ROWS = {
     "flashpage.engine": "takes its own objects; tests/serving checks them",
     "flashpage.hf": "called by transformers; tests/engines checks it",
     "flashpage.jit": "takes specs, manifests and folders; tests/jit checks them",
+    "flashpage.torch_attention": "called by torch; tests/engines checks it",
     "flashpage.ops": "called by the wrappers, which check first",
     "Plan": "made by last_plan and plan_lengths",
     "flashpage.integrations:PagedAttention": "takes its own objects; tests/serving checks them",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -82,6 +83,15 @@ def test_trace_of_a_launch(bench_path: None) -> None:
     assert launch.spread == pytest.approx(1 / 9.5)
     assert trace.Launch.median([launch] * 3).spread == launch.spread
     assert trace.Launch.of(np.zeros((5, len(names))), names) is None
+
+
+def test_attention_of_torch() -> None:
+    """Every case runs on flashpage, in tiny shapes."""
+    environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
+    command = [sys.executable, str(BENCH / "torch_attention_bench.py"), "--small", "--device", "cpu", "--repeats", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| flashpage |") == 7
 
 
 def test_every_benchmark_has_its_program(bench_path: None) -> None:

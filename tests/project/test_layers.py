@@ -35,13 +35,11 @@ ROOMS = [
     {"base"},
 ]
 FRONT_DOOR_LINES = 45  # lines of a docstring, imports and __all__
-IMPORTS_FRONT_DOORS = {
-    "flashpage.engines.flashinfer.facade": "it serves the front doors themselves under FlashInfer's names",
-}
+IMPORTS_FRONT_DOORS: dict[str, str] = {}
 IMPORTS_BY_NAME = {  # modules that compute the names of their imports, which this test cannot read
     "flashpage": "names are found at first use",
     "flashpage.cli": "a command's module is imported when it is given",
-    "flashpage.engines.flashinfer.facade": "each of FlashInfer's modules is the front door of the same name",
+    "flashpage.engines.overlay": "modules of other packages are served by front doors, which their facades name",
 }
 
 # C++: folders of include/flashpage from the top, read like the rooms of Python.

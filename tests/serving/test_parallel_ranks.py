@@ -4,6 +4,7 @@ reference, with one process, and between ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -94,6 +95,9 @@ def test_states_are_merged(ranks: list[dict[str, Any]]) -> None:
     assert found[1][4].isinf().all() and not found[0][4].any()
     torch.testing.assert_close(found[0], out.half(), rtol=2.0**-10, atol=2.0**-10)
     torch.testing.assert_close(found[1], lse.float(), rtol=1e-6, atol=1e-6)
+    natural, natural_lse = ranks[0]["states-basee"]
+    torch.testing.assert_close(natural, found[0], rtol=2.0**-10, atol=2.0**-10)
+    torch.testing.assert_close(natural_lse, found[1] * math.log(2), rtol=1e-6, atol=1e-6)
 
 
 def test_requests_grow(ranks: list[dict[str, Any]]) -> None:

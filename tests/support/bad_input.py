@@ -172,7 +172,6 @@ TABLE = [
     refused("decode", "run", "skip_softmax_threshold_scale_factor", 0.5),
     refused("prefill", "run", "use_fp16_softmax", True),
     refused("prefill", "run", "uses_spcompress", True),
-    refused("prefill", "run", "lse_base", "e"),
     refused("prefill", "run", "lse_layout", "HN"),
     refused("ragged", "run", "o_scale", 0.5),
     # Arguments of run that do not fit the plan.

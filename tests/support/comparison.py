@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 from cases.case import Case
-from reference import State
+from reference import LOG2_E, State
 from tolerance import Limits, has_fp8_products, limits
 
 GUARD_BYTES, GUARD_VALUE = 4096, 0xAB
@@ -46,6 +46,8 @@ def compare(case: Case, outputs: Outputs, states: list[State]) -> Report:
             raise Mismatch(f"{case}: memory around {name} was written")
     out = outputs.out.cpu().double()
     lse = None if outputs.lse is None else outputs.lse.cpu().double()
+    if lse is not None and case.lse_mode == "basee":
+        lse = lse * LOG2_E
     expected = (sum(case.q_lens), case.num_q_heads, case.value_dim)
     if tuple(out.shape) != expected or (lse is not None and tuple(lse.shape) != expected[:2]):
         raise Mismatch(f"{case}: out has shape {tuple(out.shape)}, expected {expected}")

@@ -52,7 +52,7 @@ class Runner:
         if self.case.at_run:
             forward = wrapper.forward_return_lse if self.case.outputs != "no_lse" else wrapper.forward
             return self._outputs(forward(q, *kv, **self._run_values()))
-        extra = self._scale_arguments()
+        extra = self._scale_arguments() | self._lse_mode()
         if self.inputs.sinks is not None:
             extra["sinks"] = self.inputs.sinks.to(self.device)
         if self.case.entry == "sink":
@@ -168,6 +168,9 @@ class Runner:
             return {"packed_custom_mask": pack_bits(self.inputs.masks).to(self.device)}
         return {"custom_mask": torch.cat([mask.flatten() for mask in self.inputs.masks]).to(self.device)}
 
+    def _lse_mode(self) -> dict[str, Any]:
+        return {} if self.case.lse_mode == "base2" else {"lse_mode": self.case.lse_mode}
+
     def _scale_arguments(self) -> dict[str, Any]:
         scales = self.inputs.scales.items()
         return {name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in scales}
@@ -219,6 +222,7 @@ class Runner:
             "rope_theta": case.rope_theta or None,
             "return_lse": case.outputs == "returned",
         }
+        values |= self._lse_mode()
         if case.chunk:
             values["chunk"] = case.chunk
         scales = self._scale_arguments()

@@ -98,7 +98,7 @@ def prompts_of(inputs: dict[str, torch.Tensor]) -> list[list[int]]:
     return [ids[mask].tolist() for ids, mask in rows]
 
 
-def batch_options(new_tokens: int, page_size: int, **options: int) -> dict[str, Any]:
+def batch_options(new_tokens: int, page_size: int, **options: Any) -> dict[str, Any]:
     """Keyword arguments of `generate_batch`: greedy, to the last token."""
     pages = {"page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size": page_size}
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,8 @@ def main(rank: int, world: int, folder: Path, kind: str) -> None:
             found[f"states-{heads}"] = parallel.merge_over_group(
                 *(part.to(device) for part in states_of(rank)), heads=heads
             )
+        out, lse = (part.to(device) for part in states_of(rank))
+        found["states-basee"] = parallel.merge_over_group(out, lse * math.log(2), lse_mode="basee")
     if world > 2:
         try:
             parallel.merge_over_group(*states_of(rank), pairs[1 - rank // 2])

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.errors import RunError
+from ...base.memory import is_capturing
 from ...plan.lengths import Lengths
 from ...plan.page_indices import Pages
-from . import plans
+from . import decode, plans
 from .call import Layer
 from .ragged import joined_to_host, packed, padded_to
 
@@ -24,7 +25,7 @@ class _Slots(NamedTuple):
 def attend(
     layer: Layer, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """Stores the new tokens, and attends to all tokens of their requests.
+    """Stores the new tokens, and attends to all tokens of their requests; decode steps with block tables: decode.py.
 
     Args:
         index: layer number.
@@ -36,7 +37,12 @@ def attend(
         [1, tokens, num_q_heads, head_dim]
     """
     if kwargs.get("block_table") is not None:
-        raise RunError("block_table is not supported: set max_blocks_per_request=0 in the ContinuousBatchingConfig.")
+        return decode.attend(layer, index, query, key, value, kwargs)
+    if is_capturing(query.device):
+        raise RunError(
+            "a step with prompts is being captured, whose lengths the host plans: "
+            "pass use_cuda_graph=(False, True), which captures decode steps alone."
+        )
     cache = kwargs["cache"]
     is_newer = hasattr(cache, "layer_to_allocator")  # from transformers 5.18 on
     layer_type, group, slots = (_slots_of if is_newer else _slots_of_older)(cache, index)

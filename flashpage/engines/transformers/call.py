@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.errors import RunError
+from ...base.memory import is_capturing
 from ...wrappers.plan_arguments import PrefillArguments
 
 
@@ -92,5 +93,5 @@ def _refuse(options: dict[str, Any], query: torch.Tensor) -> None:
         raise RunError("output_attentions=True: the weights are never stored; use attn_implementation='eager'.")
     if query.requires_grad and torch.is_grad_enabled():
         raise RunError("gradients are on: there is no backward pass; run the model under torch.no_grad().")
-    if query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RunError("the stream is being captured: the host makes the plans; pass use_cuda_graph=False.")
+    if is_capturing(query.device) and options.get("cache") is None:
+        raise RunError("the stream is being captured: the host makes the plans; call the model without a graph.")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.generation.continuous_batching import initialization
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from .forward import attention, batched_attention
 from .masks import padding_mask
 
 # The name has no "flash" in it: transformers takes such names for FlashAttention and loads that package.
 NAME = "fpage"
+# Whether continuous batching keeps every name with its prefix (5.17), or only names that it knows (5.23).
+_KEEPS_PREFIXED = "paged|sdpa" in AttentionInterface().valid_keys()
 # The name while a ContinuousBatchingManager runs the model. It has no mask function, so transformers makes no mask.
-BATCHING_NAME = "fpage_batching"
+BATCHING_NAME = f"paged|{NAME}" if _KEEPS_PREFIXED else f"{NAME}_batching"
 _MARK = "_keeps_flashpage"
 
 
@@ -22,24 +27,40 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)
     AttentionInterface.register(BATCHING_NAME, batched_attention)
-    _admit_to_batching()
+    if not _KEEPS_PREFIXED:
+        _wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _choose)
+    if hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR"):
+        _wrap(initialization, "ensure_decode_fast_path_is_available", _keep_tables)
 
 
-def _admit_to_batching() -> None:
-    """Lets models keep NAME in `generate_batch`, which replaces or refuses implementations that it does not know."""
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-
-    choose = ContinuousBatchingManager.switch_to_cb_friendly_attn
-    if getattr(choose, _MARK, False):
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Puts `wrapper(original, *arguments)` in the place of a function, once."""
+    original = getattr(owner, name)
+    if getattr(original, _MARK, False):
         return
 
-    @functools.wraps(choose)
-    def choose_or_keep(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        if model.config._attn_implementation != NAME:
-            return choose(self, model, *args, **kwargs)
-        model.set_attn_implementation(BATCHING_NAME)
-        self._original_attn_impl = NAME  # `stop` restores it
-        return None
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
 
-    setattr(choose_or_keep, _MARK, True)
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = choose_or_keep
+    setattr(wrapped, _MARK, True)
+    setattr(owner, name, wrapped)
+
+
+def _choose(original: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Lets models keep NAME in `generate_batch`, which replaces or refuses implementations that it does not know."""
+    if model.config._attn_implementation != NAME:
+        return original(manager, model, *args, **kwargs)
+    model.set_attn_implementation(BATCHING_NAME)
+    manager._original_attn_impl = NAME  # `stop` restores it
+    return None
+
+
+def _keep_tables(original: Callable[..., Any], config: Any, cb_config: Any, user_requested: bool) -> None:
+    """Gives decode steps block tables, which transformers keeps for names of FlashAttention."""
+    if config._attn_implementation != BATCHING_NAME:
+        return original(config, cb_config, user_requested)
+    kinds = initialization.group_layers_by_attn_type(config)
+    if not all(initialization.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds):
+        cb_config.max_blocks_per_request = 0
+    return None

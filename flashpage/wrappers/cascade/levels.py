@@ -15,6 +15,7 @@ from ...plan.lengths import Lengths, all_to_host, batch_of
 from ...plan.page_indices import Pages
 from ..base import Attention
 from ..graph_buffers import take_graph_buffers
+from ..lse_mode import BASE_2, in_base_e, is_natural
 from ..merge import merge_parts, part_of
 from ..plan_arguments import Checked, PrefillArguments
 from .fold import PagedLevel, folded
@@ -197,6 +198,7 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_mode: str = BASE_2,
     ) -> Any:
         """Attention of the planned batch over all levels.
 
@@ -206,12 +208,13 @@ class MultiLevelCascadeAttentionWrapper(Unique):
             out: [rows, num_qo_heads, head_dim], written in place; None: allocated. Contiguous if levels are merged.
             lse: [rows, num_qo_heads] fp32, base 2, written in place.
             return_lse: also return lse.
+            lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
         """
         if not self._active:
             raise RunError("run: MultiLevelCascadeAttentionWrapper has no plan: call plan(...) first.")
-        return_lse = checks.flag("return_lse", return_lse, RunError)
+        return_lse, natural = checks.flag("return_lse", return_lse, RunError), is_natural(lse_mode)
         if len(self._active) == 1:
-            return self._active[0].run(q, paged_kv_cache, out, lse, return_lse)
+            return self._active[0].run_of(lse_mode)(q, paged_kv_cache, out, lse, return_lse)
         checks.tensor(q, "q", RunError)
         if out is None:
             out = torch.empty(q.shape, dtype=self._active[0].out_dtype, device=q.device)
@@ -219,7 +222,8 @@ class MultiLevelCascadeAttentionWrapper(Unique):
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         parts = [part_of(attention, q, paged_kv_cache) for attention in self._active]
         merge_parts(parts, out, lse)
-        return (out, lse) if return_lse else out
+        result = (out, lse) if return_lse else out
+        return in_base_e(result, lse) if natural else result
 
     forward = run
 

@@ -402,7 +402,7 @@ _kind(
     REFUSED,
     "block_mask custom_mask_d packed_custom_mask_d return_lse_p return_lse_d rope_scale_d rope_theta_d causal_d",
 )
-_kind(REFUSED_WORD, "lse_base lse_layout")
+_kind(REFUSED_WORD, "lse_base lse_layout lse_mode")
 _kind(BITS, "x")
 _kind(CALLABLE, "score_mod mask_mod")
 _kind(EXPRESSION, "logit")
@@ -422,6 +422,22 @@ _kind(
 )
 _kind(TOLD_LATER, "group tile cost clusters card global_override_indptr_cpu")
 _kind(INDEX, "indptr_buffer indices_buffer last_page_len_buffer")
+_kind(REFUSED, "o_sf_scale o_sf_vec_size bmm1_scale_log2 enable_block_sparse_attention causal_seqlens_kv_global")
+_kind(REFUSED, "bf16q_fp8kv_transform_mode request_order request_order_plan cache_leftpad")
+_kind(REAL, "bmm1_scale bmm2_scale softmax_scale dropout_p")
+_kind(SOFT_CAP, "softcap")
+_kind(FLAG, "uses_shared_paged_kv_idx return_attn_probs return_softmax_lse rotary_interleaved")
+_kind(WHOLE, "cp_world cp_rank")
+_kind(COUNT, "batch_size")
+_kind(DTYPE, "out_dtype")
+_kind(INDPTR, "cum_seq_lens_q cu_seqlens_q cu_seqlens_k")
+_kind(INDEX, "block_table cache_batch_idx")
+_kind(LENGTHS, "cache_seqlens")
+_kind(WINDOW, "window_size")
+_kind(DATA, "rotary_cos rotary_sin k_cache v_cache")
+# Accepted, and nothing to flashpage.
+_kind((), "max_q_len max_kv_len cum_seq_lens_kv multi_ctas_kv_counter_buffer max_seqlen_q max_seqlen_k deterministic")
+_kind((), "num_splits")
 _kind((), "args kwargs deprecated_positional_args _ __")  # tests/api/test_api_signatures.py checks these
 
 # Arguments that have another kind in one step than elsewhere.
@@ -440,6 +456,12 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("last_positive_power_of_2", "x"): COUNT,
     ("is_float8", "x"): ANYTHING,
     ("batch_sizes_to_capture", "max_batch"): COUNT,
+    ("trtllm_batch_decode_with_kv_cache", "mask"): REFUSED,
+    **{
+        (f"trtllm_batch_{step}_with_kv_cache", name): ()
+        for step in ("decode", "context")
+        for name in ("workspace_buffer", "max_seq_len")
+    },
 }
 
 
@@ -450,6 +472,14 @@ def kind_of(step: str, name: str) -> tuple[Badness, ...]:
 
 # Other words by which messages name an argument.
 OTHER_WORDS = {
+    "block_table": "block_tables",
+    "cache_seqlens": "seq_lens|rows",
+    "cum_seq_lens_q": "qo_indptr|rows",
+    "cu_seqlens_q": "rows",
+    "cu_seqlens_k": "cu_seqlens_q|tokens",
+    "bmm1_scale": "sm_scale|q_scale",
+    "bmm2_scale": "v_scale",
+    "query": "q|q_data_type",
     "paged_kv_cache": r"K|V|k|v|kv_data_type|num_kv_heads",
     "kv_cache": r"paged_kv_cache|K|V|k|v|kv_data_type",
 }

@@ -469,6 +469,47 @@ def _functions() -> list[Scene]:
     ]
 
 
+def _calls() -> list[Scene]:
+    """Functions that plan on the device and run, and flash-attn's."""
+
+    def paged(rows: int, make: Make) -> Arguments:
+        given = {"query": make.data(rows, HEADS, DIM), "kv_cache": make.cache(), "workspace_buffer": make.workspace()}
+        return given | {"block_tables": make.ints(5, 2, 7, 0).view(2, 2), "seq_lens": make.ints(19, 16)}
+
+    def context(make: Make) -> Arguments:
+        lengths = {"batch_size": 2, "cum_seq_lens_q": make.ints(0, 2, 5), "cum_seq_lens_kv": None}
+        return paged(5, make) | lengths | {"max_q_len": 3, "max_kv_len": 19, "bmm1_scale": 0.125, "bmm2_scale": 1.0}
+
+    def extras(rows: int) -> Callable[[Make], Arguments]:
+        def make_them(make: Make) -> Arguments:
+            outputs = {"out": make.empty(rows, HEADS, DIM), "lse": make.empty(rows, HEADS, dtype=torch.float32)}
+            return outputs | {"sinks": make.floats(HEADS), "window_left": 20, "kv_layout": "NHD"}
+
+        return make_them
+
+    def varlen(make: Make) -> Arguments:
+        ends = {"cu_seqlens_q": make.ints(0, 2, 5), "cu_seqlens_k": make.ints(0, 20, 30)}
+        return ragged_run(make) | ends | {"max_seqlen_q": 3, "max_seqlen_k": 20}
+
+    def with_cache(make: Make) -> Arguments:
+        k, v = (make.data(PAGES, PAGE, KV_HEADS, DIM) for _ in range(2))
+        return {"q": make.data(2, 1, HEADS, DIM), "k_cache": k, "v_cache": v}
+
+    def of_pages(make: Make) -> Arguments:
+        return {"cache_seqlens": make.ints(19, 16), "block_table": make.ints(5, 2, 7, 0).view(2, 2)}
+
+    slopes = lambda make: {"alibi_slopes": make.floats(HEADS)}
+    layout = lambda make: {"kv_layout": "NHD"}
+    decode = lambda make: paged(2, make) | {"max_seq_len": 19} | layout(make)
+    found = [
+        _function("decode:trtllm_batch_decode_with_kv_cache", decode, extras(2)),
+        _function("prefill:trtllm_batch_context_with_kv_cache", lambda make: context(make) | layout(make), extras(5)),
+        _function("flash_attn:flash_attn_varlen_func", varlen, slopes),
+        _function("flash_attn:flash_attn_with_kvcache", lambda make: with_cache(make) | of_pages(make), slopes),
+    ]
+    return [dataclasses.replace(scene, family="calls") for scene in found]
+
+
 def _vllm() -> list[Scene]:
     def caches(make: Make) -> Arguments:
         key = make.data(PAGES, KV_HEADS, DIM // 8, PAGE, 8, dtype=torch.float16)
@@ -574,6 +615,7 @@ def scenes() -> dict[str, Scene]:
         *_sparse(),
         *_parallel(),
         *_functions(),
+        *_calls(),
         *_vllm(),
         *_others(),
     ]

@@ -51,6 +51,7 @@ class Case:
     q_strides: str = "contiguous"  # contiguous | fused_qkv | split (latent: two tensors)
     hidden_nan: bool = False  # tokens left of every row's window and chunk are NaN in the cache
     outputs: str = "given"  # given: out= and lse= inside guard bands | strided | returned | no_lse
+    lse_mode: str = "base2"  # base2 | basee
     reduced: bool = False  # part of the short table for compute-sanitizer
 
     @property

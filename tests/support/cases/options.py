@@ -150,6 +150,16 @@ def score_rows() -> list[Case]:
     rows += [
         decode("sinks-decode", "a sink joins the denominator and the lse", (1, 64, 200, 17), sinks=True, reduced=True),
         decode("sinks-split", "the sink counts once, in piece 0", (3000,), sinks=True),
+        decode("lse-basee-decode", "LSEs as natural logarithms, -inf too", (1, 64, 0, 17), lse_mode="basee"),
+        decode("lse-basee-split", "a merge before the change of the base", (3000,), lse_mode="basee", sinks=True),
+        prefill("lse-basee", "a returned LSE", MIXED_Q, MIXED_KV, causal=True, outputs="returned", lse_mode="basee"),
+        prefill("lse-basee-ragged", "LSEs of ragged keys", (30, 3), (41, 70), entry="ragged", lse_mode="basee"),
+        prefill(
+            *("lse-basee-single", "one request", (30,), (41,)),
+            entry="single_prefill",
+            outputs="returned",
+            lse_mode="basee",
+        ),
         decode("sinks-window", "gpt-oss: sinks and window", (300, 64), sinks=True, window_left=127),
         prefill("sinks-prefill", "sinks in larger tiles", MIXED_Q, MIXED_KV, sinks=True, causal=True),
         prefill(

@@ -1,0 +1,1 @@
+"""flash-attn: its functions for inference."""

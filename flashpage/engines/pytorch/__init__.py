@@ -1,0 +1,1 @@
+"""PyTorch: its attention functions on flashpage's kernels."""

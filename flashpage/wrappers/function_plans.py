@@ -1,0 +1,150 @@
+"""Plans of functions that are called once a layer and have no `plan`: this thread's objects, one for each set of
+options and each stream, which share workspaces.
+
+Lengths that the device has are planned there at every call, so a call waits for nothing and may be captured in a graph.
+Lengths that decide a plan by their values on the host are planned once, and the plan stays until others are given.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..base.errors import CapabilityError
+from ..base.memory import is_capturing
+from ..plan.device_lengths import TableLengths
+from ..plan.lengths import Lengths, Names
+from ..plan.page_indices import Pages
+from ..plan.session import current_stream
+from .base import PAGED, RAGGED, Attention
+from .plan_arguments import DecodeArguments, PrefillArguments
+
+_FLOAT_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
+_INT_BYTES = 1 << 18  # a larger plan gets more
+_MOST_PLANS = 64  # sets of options that a thread keeps
+
+_local = threading.local()
+_captured: set[Attention] = set()  # kept, as graphs outlive threads
+
+
+class Tables(NamedTuple):
+    """Lengths of a batch on the device, as `plan_on_device` takes them."""
+
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    q_indptr: torch.Tensor | None = None  # None: as many rows for each request as the options say
+    max_rows: int = 0  # with q_indptr: rows of q
+
+
+class FunctionPlan:
+    """The plan of one set of options."""
+
+    __slots__ = ("_held", "_is_captured", "attention", "options", "values")
+
+    def __init__(self, attention: Attention, arguments: DecodeArguments | PrefillArguments) -> None:
+        self.attention = attention
+        self.options, self.values = arguments.checked()
+        self._is_captured = False
+        self._held: Hashable = None  # what the newest plan was made from; None: nothing that may serve again
+
+    def on_device(self, tables: Tables, key: Hashable = None) -> Attention:
+        """The Attention, after it planned such lengths on the device, unless `key` is the newest plan's: the key of
+        layers that have equal lengths and run one after the other, all of them or none in a graph."""
+        if key is not None and key == self._held:
+            return self._used()
+        self._held = None
+        given = TableLengths(
+            self.attention.device,
+            tables.seq_lens,
+            tables.block_tables,
+            q_indptr=tables.q_indptr,
+            table_rows=None,
+            num_requests=None,
+            max_rows=tables.max_rows,
+            options=self.options,
+        )
+        self.attention.plan_on_device(given, self.options, self.values)
+        self._held = key
+        return self._used()
+
+    def on_host(self, key: Hashable, batch: Callable[[], tuple[Lengths, Pages]]) -> Attention:
+        """The Attention with a plan of this batch; equal keys mean equal batches, None: never equal.
+
+        A graph makes its plan at every replay, so once a call was captured every call plans.
+        """
+        captures = is_capturing(self.attention.device)
+        if key is None or key != self._held or self._is_captured or captures:
+            self._held = None
+            lengths, pages = batch()
+            if captures and not all(tensor is None or tensor.is_cpu for tensor in lengths):
+                raise CapabilityError(
+                    "lengths on the device cannot be copied to the host while a graph is captured: "
+                    "pass a block table, with which the device plans, or call this outside of the graph."
+                )
+            self._is_captured |= captures
+            self.attention.plan(lengths, pages, self.options, self.values)
+            self._held = key
+        return self._used()
+
+    def _used(self) -> Attention:
+        if is_capturing(self.attention.device):
+            _captured.add(self.attention)
+        return self.attention
+
+
+class _Seen:
+    """A tensor and its version: equal if it is one tensor that torch has not seen written in between."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Seen) and self._tensor is other._tensor and self._version == other._version
+
+    def __hash__(self) -> int:
+        return id(self._tensor)
+
+
+def key_of(*tensors: torch.Tensor) -> Hashable:
+    """A key of `on_host` for lengths in tensors; None, so that every call plans, for tensors of inference mode, whose
+    writes torch does not count. Neither does it count writes by kernels of others: give those new tensors."""
+    return None if any(tensor.is_inference() for tensor in tensors) else tuple(map(_Seen, tensors))
+
+
+def plan_of(
+    device: torch.device, kv_layout: str, arguments: DecodeArguments | PrefillArguments, names: Names | None = None
+) -> FunctionPlan:
+    """This thread's plan for a device, its current stream, a layout and options; `names`: the caller's, of lengths."""
+    stream = current_stream(device.index) if device.type == "cuda" else 0
+    place = device, stream
+    plans: dict[Any, FunctionPlan] = _local.__dict__.setdefault("plans", {})
+    key = place, kv_layout, names, type(arguments), arguments[:-1], *arguments.own.items()
+    try:
+        found = plans.pop(key, None)
+    except TypeError:  # an argument that is no number, such as a list
+        arguments.checked()
+        raise
+    if found is None:
+        while len(plans) >= _MOST_PLANS:
+            del plans[next(iter(plans))]
+        if names is None:
+            names = RAGGED if isinstance(arguments, PrefillArguments) and arguments.kv_source == "ragged" else PAGED
+        found = FunctionPlan(_attention(place, kv_layout, names), arguments)
+    plans[key] = found  # the newest is the last
+    return found
+
+
+def _attention(place: tuple[torch.device, int], kv_layout: str, names: Names) -> Attention:
+    device = place[0]
+    workspaces: dict[Any, torch.Tensor] = _local.__dict__.setdefault("workspaces", {})
+    shared = workspaces.get(place)
+    if shared is None:
+        shared = workspaces[place] = torch.empty(_FLOAT_BYTES[device.type], dtype=torch.uint8, device=device)
+    attention = Attention(shared, kv_layout, names=names)
+    attention.reset_workspace_buffer(shared, torch.empty(_INT_BYTES, dtype=torch.uint8, device=device))
+    return attention
