@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 
 class FlashpageError(Exception):
     """Base of all errors raised on purpose."""
+
+    def with_names(self, names: Mapping[str, str]) -> FlashpageError:
+        """This error with the caller's names in place of those of the inner interface (words as a whole)."""
+        words = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+        self.args = (re.sub(rf"(?<![\w.])(?<!'s )({words})(?!\w)", lambda found: names[found[1]], str(self)),)
+        return self
 
 
 class PlanError(FlashpageError, ValueError):

@@ -262,7 +262,10 @@ def check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> i
     longer than _LONGEST."""
     if checks.flag("disable_split_kv", disable_split_kv):
         return SPLIT_NEVER
-    if fixed_split_size is None or fixed_split_size == -1:
+    if fixed_split_size is None:
         return SPLIT_BALANCED
-    piece = checks.whole("fixed_split_size", fixed_split_size, 1) * tokens
+    size = checks.whole("fixed_split_size", fixed_split_size, -1)
+    if size == -1:
+        return SPLIT_BALANCED
+    piece = checks.whole("fixed_split_size", size, 1) * tokens
     return piece if piece < _LONGEST else SPLIT_NEVER

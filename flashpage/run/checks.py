@@ -151,9 +151,12 @@ def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, k
             )
         if k.num_pages < kv_end:
             raise RunError(f"k has {k.num_pages} tokens but the plan's kv_indptr ends at {kv_end}: pass all of them.")
+    cache_name = "paged_kv_cache's " if options.kv_source == "paged" else ""
     for name, view, dim in zip(options.halves, (k, v), options.half_dims, strict=True):
         if view.head_dim != dim:
-            raise RunError(f"{name} has a head dimension of {view.head_dim} but the plan is for {dim}: plan with it.")
+            raise RunError(
+                f"{cache_name}{name} has a head dimension of {view.head_dim} but the plan is for {dim}: plan with it."
+            )
     return k.num_heads
 
 

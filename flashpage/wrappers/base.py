@@ -21,7 +21,7 @@ from .. import native
 from ..base import checks
 from ..base.errors import PlanError, RunError
 from ..base.unique import Unique
-from ..kernels.options import OptionOverride, Options, RunOptions
+from ..kernels.options import OptionOverride, Options, RunOptions, check_rope, check_scale
 from ..native import fastcall
 from ..plan.batch import NO_BOUNDS, Longest
 from ..plan.bounds import workspace_bounds
@@ -314,7 +314,12 @@ class Attention(Unique):
         combination = self._judge(values, tensors)
         key = (combination, values, *(geometry(t) for t in flat(tensors)))
         bindings = self._local.bindings
-        bound = bindings.get(key)
+        try:
+            bound = bindings.get(key)
+        except TypeError:  # a value that cannot be hashed is no number
+            check_scale(values.sm_scale, 1)
+            check_rope(values.rope_scale, values.rope_theta)
+            raise
         if bound is None:
             if len(bindings) >= _MOST_BINDINGS:
                 bindings.clear()

@@ -376,8 +376,6 @@ def fast_decode_plan(
     """
     given: dict[str, Any] = dict(locals())
     del given["self"], given["global_override_indptr_cpu"]
-    if q_data_type is None:
-        given["q_data_type"] = "float16" if data_type is None else data_type
     if global_override_indptr_cpu is not None:
         given["indptr"] = global_override_indptr_cpu
     type(self).plan(self, **given)
