@@ -158,7 +158,7 @@ class ContextParallelAttention(Unique):
                 "paged",
                 num_qo_heads,
                 num_kv_heads,
-                head_dim,
+                checks.whole("head_dim", head_dim, 1),
                 page_size,
                 head_dim_vo,
                 sm_scale=sm_scale,

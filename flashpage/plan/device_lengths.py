@@ -149,7 +149,8 @@ def _check_tables(tables: Any, batch: int, device: torch.device) -> torch.Tensor
     checks.same_device(checks.tensor(tables, "block_tables", PlanError), device, "block_tables", PlanError)
     if tables.dim() != 2 or tables.shape[0] < batch:
         raise PlanError(
-            f"block_tables has shape {tuple(tables.shape)}: pass one row for each request, [{batch}, pages]."
+            f"block_tables has shape {tuple(tables.shape)} but seq_lens has {batch} requests: "
+            f"pass one row for each, [{batch}, pages]."
         )
     if tables.dtype != torch.int32 or (tables.shape[1] > 1 and tables.stride(1) != 1):
         raise PlanError(

@@ -127,9 +127,11 @@ def views_of(cache: Cache, options: Options, kv_layout: str) -> tuple[kv_view.Vi
     return kv_view.ragged_view(k, kv_layout, "k"), kv_view.ragged_view(v, kv_layout, "v")
 
 
-def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, kv_end: int) -> int:
+def check_cache(
+    cache: Cache, options: Options, kv_layout: str, max_page: int, kv_end: int, names: tuple[str, str]
+) -> int:
     """Checks K and V against the plan, whose page numbers reach `max_page` (ragged: whose tokens end at `kv_end`);
-    returns their heads."""
+    returns their heads. `names`: the caller's for indptr and page numbers."""
     k, v = views_of(cache, options, kv_layout)
     if options.is_paged:
         name = "ckv_cache" if options.is_latent else "paged_kv_cache"
@@ -140,7 +142,7 @@ def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, k
             )
         if max_page >= k.num_pages:
             raise RunError(
-                f"{name} has {k.num_pages} pages but the plan's page numbers reach {max_page}. "
+                f"{name} has {k.num_pages} pages but the plan's {names[1]} reach {max_page}. "
                 "Pass the cache that they index, or plan with its own."
             )
     else:
@@ -150,7 +152,7 @@ def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, k
                 "they must have the same tokens and heads."
             )
         if k.num_pages < kv_end:
-            raise RunError(f"k has {k.num_pages} tokens but the plan's kv_indptr ends at {kv_end}: pass all of them.")
+            raise RunError(f"k has {k.num_pages} tokens but the plan's {names[0]} ends at {kv_end}: pass all of them.")
     cache_name = "paged_kv_cache's " if options.kv_source == "paged" else ""
     for name, view, dim in zip(options.halves, (k, v), options.half_dims, strict=True):
         if view.head_dim != dim:

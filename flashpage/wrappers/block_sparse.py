@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..base.errors import PlanError, RunError
+from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.unique import Unique
 from ..kernels.options import checked_values
 from ..plan.lengths import Lengths, Names, all_to_host, batch_of
@@ -16,6 +16,10 @@ from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
 from .base import Attention
 from .plan_arguments import Checked, PrefillArguments
+
+# The callers' names of run's arguments.
+_NAMES = {"paged_kv_cache[0]": "k", "paged_kv_cache[1]": "v", "paged_kv_cache's k": "k", "paged_kv_cache's v": "v"}
+_NAMES |= {"q_scale": "scale_q", "k_scale": "scale_k", "v_scale": "scale_v", "custom_mask": "mask"}
 
 
 class BlockSparseAttentionWrapper(Unique):
@@ -99,7 +103,7 @@ class BlockSparseAttentionWrapper(Unique):
             "paged",
             num_qo_heads,
             num_kv_heads,
-            head_dim,
+            checks.whole("head_dim", head_dim, 1),
             C,
             has_mask=custom_mask is not None,
             causal=causal,
@@ -154,7 +158,10 @@ class BlockSparseAttentionWrapper(Unique):
             pages.append(tensor.unflatten(0, (self.N // self.C, self.C)))
         scales = NO_SCALES if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         cache = tuple(pages)
-        return self._attention.run(q, cache, out, lse, return_lse, self._values, scales, enable_pdl=enable_pdl)
+        try:
+            return self._attention.run(q, cache, out, lse, return_lse, self._values, scales, enable_pdl=enable_pdl)
+        except FlashpageError as error:
+            raise error.with_names(_NAMES)
 
     def forward(
         self,

@@ -24,6 +24,7 @@ _DECODES = Names("qo_indptr_d", "kv_indptr_d", "last_page_len_d", "seq_lens", "k
 _OPTIONS = ("causal", "pos_encoding_mode", "sm_scale", "window_left", "rope_scale", "rope_theta")
 _OF_PREFILL = {name: f"{name}_p" for name in ("q", "k", "v", "paged_kv_cache", "custom_mask", "packed_custom_mask")}
 _OF_PREFILL |= {name: f"{name}_p" for name in _OPTIONS}
+_OF_PREFILL |= {"head_dim_qk": "head_dim of q_p", "head_dim_vo": "head_dim of v_p"}
 _OF_DECODE = {name: f"{name}_d" for name in ("q", "paged_kv_cache", *_OPTIONS)}
 _OF_DECODE |= {"k": "paged_kv_cache_d's k", "v": "paged_kv_cache_d's v"}
 _OF_PAGED_PREFILL = _OF_PREFILL | {"k": "paged_kv_cache_p's k", "v": "paged_kv_cache_p's v"}
@@ -200,7 +201,7 @@ class PODWithPagedKVCacheWrapper(Unique):
         checks.flag("causal_d", causal_d, RunError)
         given = {"sm_scale": sm_scale_d, "rope_scale": rope_scale_d, "rope_theta": rope_theta_d}
         changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if window_left_d != -1:
+        if checks.whole("window_left_d", window_left_d, -(2**31), error=RunError) != -1:
             changed["window_left"] = window_left_d
         if pos_encoding_mode_d != "NONE":
             changed["pos_encoding_mode"] = pos_encoding_mode_d

@@ -78,7 +78,7 @@ class VariableBlockSparseAttentionWrapper(Unique):
             "paged",
             num_q_heads // num_kv_heads,
             1,
-            head_dim,
+            checks.whole("head_dim", head_dim, 1),
             page,
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,

@@ -147,7 +147,7 @@ class MultiLevelCascadeAttentionWrapper(Unique):
                 "paged",
                 num_qo_heads,
                 num_kv_heads,
-                head_dim,
+                checks.whole("head_dim", head_dim, 1),
                 page_size,
                 causal=causal,
                 pos_encoding_mode=pos_encoding_mode,
