@@ -176,6 +176,17 @@ def real(name: str, value: Any, *, positive: bool = False, error: type[Flashpage
     return number
 
 
+def device(value: Any, name: str = "device") -> torch.device:
+    """A device on which kernels run."""
+    try:
+        found = torch.device(value)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise PlanError(f"{name}={shown(value)} runs no kernels: pass 'cpu' or 'cuda'.")
+    return found
+
+
 def dtype(name: str, value: Any) -> DType:
     try:
         return DType.of(value)

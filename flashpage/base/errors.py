@@ -9,11 +9,10 @@ from collections.abc import Mapping
 class FlashpageError(Exception):
     """Base of all errors raised on purpose."""
 
-    def with_names(self, names: Mapping[str, str]) -> FlashpageError:
-        """This error with the caller's names in place of those of the inner interface (words as a whole)."""
+    def use_names(self, names: Mapping[str, str]) -> None:
+        """Puts the caller's names of arguments in place of those of the inner interface (whole words)."""
         words = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
         self.args = (re.sub(rf"(?<![\w.])(?<!'s )({words})(?!\w)", lambda found: names[found[1]], str(self)),)
-        return self
 
 
 class PlanError(FlashpageError, ValueError):

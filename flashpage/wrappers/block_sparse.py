@@ -17,9 +17,15 @@ from ..run.checks import NO_SCALES
 from .base import Attention
 from .plan_arguments import Checked, PrefillArguments
 
-# The callers' names of run's arguments.
-_NAMES = {"paged_kv_cache[0]": "k", "paged_kv_cache[1]": "v", "paged_kv_cache's k": "k", "paged_kv_cache's v": "v"}
-_NAMES |= {"q_scale": "scale_q", "k_scale": "scale_k", "v_scale": "scale_v", "custom_mask": "mask"}
+# The callers' names for the inner ones.
+NAMES = {"paged_kv_cache[0]": "k", "paged_kv_cache[1]": "v", "paged_kv_cache's k": "k", "paged_kv_cache's v": "v"}
+NAMES |= {
+    "q_scale": "scale_q",
+    "k_scale": "scale_k",
+    "v_scale": "scale_v",
+    "custom_mask": "mask",
+    "packed_custom_mask": "packed_mask",
+}
 
 
 class BlockSparseAttentionWrapper(Unique):
@@ -118,7 +124,11 @@ class BlockSparseAttentionWrapper(Unique):
             o_data_type=o_data_type,
         )
         pages = Pages(indices, non_blocking=non_blocking)
-        self._attention.plan(Lengths(qo_indptr, indptr), pages, *self._checked.of(arguments), custom_mask)
+        try:
+            self._attention.plan(Lengths(qo_indptr, indptr), pages, *self._checked.of(arguments), custom_mask)
+        except FlashpageError as error:
+            error.use_names(NAMES)
+            raise
         self._values = self._attention.values
         if (last := self._attention.session.indices.max_page) * C >= max(N, 1):
             self._attention.session.invalidate()
@@ -161,7 +171,8 @@ class BlockSparseAttentionWrapper(Unique):
         try:
             return self._attention.run(q, cache, out, lse, return_lse, self._values, scales, enable_pdl=enable_pdl)
         except FlashpageError as error:
-            raise error.with_names(_NAMES)
+            error.use_names(NAMES)
+            raise
 
     def forward(
         self,

@@ -352,7 +352,8 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
             )
         except FlashpageError as error:
             names = {f"paged_kv_{name}": name for name in ("indptr_buffer", "indices_buffer", "last_page_len_buffer")}
-            raise error.with_names(names | {"float_workspace_buffer": "workspace_buffer"})
+            error.use_names(names | {"float_workspace_buffer": "workspace_buffer"})
+            raise
 
 
 def fast_decode_plan(

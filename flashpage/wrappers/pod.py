@@ -197,7 +197,8 @@ class PODWithPagedKVCacheWrapper(Unique):
             prefill = self._plan_prefill(q_p, k_p, v_p, kv_layout_p, mask, dict(zip(_OPTIONS, options, strict=True)))
             out_p = prefill.run(q_p, (k_p, v_p), enable_pdl=enable_pdl)
         except FlashpageError as error:
-            raise error.with_names(_OF_PREFILL)
+            error.use_names(_OF_PREFILL)
+            raise
         checks.flag("causal_d", causal_d, RunError)
         given = {"sm_scale": sm_scale_d, "rope_scale": rope_scale_d, "rope_theta": rope_theta_d}
         changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -209,7 +210,8 @@ class PODWithPagedKVCacheWrapper(Unique):
         try:
             out_d = self._decode.run(q_d, paged_kv_cache_d, values=values, scales=scales, enable_pdl=enable_pdl)
         except FlashpageError as error:
-            raise error.with_names(_OF_DECODE)
+            error.use_names(_OF_DECODE)
+            raise
         return out_p, out_d
 
     def _plan_prefill(
@@ -378,14 +380,16 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
             values = prefill.values._replace(causal=causal)
             found_p = prefill.run(q_p, paged_kv_cache_p, None, None, return_lse, values, enable_pdl=enable_pdl)
         except FlashpageError as error:
-            raise error.with_names(_OF_PAGED_PREFILL)
+            error.use_names(_OF_PAGED_PREFILL)
+            raise
         scales = (q_scale, k_scale, v_scale)
         try:
             return found_p, self._decode.run(
                 q_d, paged_kv_cache_d, None, None, return_lse, scales=scales, enable_pdl=enable_pdl
             )
         except FlashpageError as error:
-            raise error.with_names(_OF_DECODE)
+            error.use_names(_OF_DECODE)
+            raise
 
     def _planned_prefill(self, mask: Mask | None) -> Attention:
         """The prefills' plan with the mask of this run."""

@@ -118,7 +118,8 @@ def _named(part: Part, names: dict[str, str]) -> Part:
         try:
             part(out, lse)
         except FlashpageError as error:
-            raise error.with_names(names)
+            error.use_names(names)
+            raise
 
     return run
 

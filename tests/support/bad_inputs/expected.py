@@ -38,6 +38,9 @@ EXPECTED: list[tuple[str, str, str]] = [
     ("ceil_div.*", "any", ""),
     ("round_up.*", "any", ""),
     ("next_positive_power_of_2.*", "any", ""),
+    ("BatchAttention.plan.head_dim_vo.none", "works", ""),  # as head_dim_qk
+    ("VariableBlock*.run.*.inside-q", "clean", ""),  # results are copied there after the run
+    ("VariableBlock*.run.*.negative-bit", "safe", ""),
     # Errors about the order of calls.
     ("*.order.copy.*", "safe", "neither copied nor pickled"),
     ("RequestTable.release.order.plan.left-out", "any", ""),

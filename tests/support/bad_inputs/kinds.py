@@ -440,6 +440,7 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("merge_over_group", "lse"): DATA,
     ("append_paged_kv_cache", "kv_last_page_len"): LENGTHS,
     ("plan_lengths", "backend"): WORD[:2],
+    ("Variant", "mask"): EXPRESSION,
     ("ceil_div", "x"): ANYTHING,
     ("round_up", "x"): ANYTHING,
     ("next_positive_power_of_2", "x"): ANYTHING,
