@@ -12,7 +12,7 @@ from ..base import checks
 from ..base.errors import CapabilityError, PlanError, RunError
 from ..base.unique import Unique
 from ..kernels.options import check_window
-from ..plan.lengths import Lengths, Names, all_to_host, batch_of
+from ..plan.lengths import Lengths, Names, all_to_host, batch_of, check_numbers
 from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES, check_output
 from ..variants.row_mask import WITHIN, RowMask
@@ -139,16 +139,21 @@ class ContextParallelAttention(Unique):
         for name, value in masks.items():
             if value is not None:
                 _refuse(name, f"a {type(value).__name__}")
+        causal = checks.flag("causal", causal)
         layout = self.layout(page_size)
         kv_indptr, seq_lens, q_indptr = _on_host(kv_indptr, seq_lens, qo_indptr)
-        checks.tensor(kv_indices, "kv_indices", PlanError)
+        check_numbers(kv_indices, "kv_indices")
+        if kv_indices.dim() != 1 or kv_indices.numel() < int(kv_indptr[-1]) or int(kv_indptr[0]) < 0:
+            raise PlanError(
+                f"kv_indices has shape {tuple(kv_indices.shape)} but kv_indptr goes from {int(kv_indptr[0])} to "
+                f"{int(kv_indptr[-1])}: pass one dimension with every page number."
+            )
         if self._has_all_pages:
             local = layout.pages(kv_indptr, kv_indices, seq_lens)
         else:
             check_lists(kv_indptr, kv_indices)
             local = LocalPages(kv_indptr, kv_indices, layout.tokens(seq_lens).int())
-        is_causal, window = checks.flag("causal", causal), check_window(window_left)
-        visible = Visible.of(layout, q_indptr, seq_lens, is_causal, window)
+        visible = Visible.of(layout, q_indptr, seq_lens, causal, check_window(window_left))
         mask = row_runs = None
         if visible is not None:
             runs = visible.runs(q_indptr)
@@ -272,6 +277,7 @@ def _output(
 ) -> torch.Tensor:
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
+    checks.tensor(given, name, RunError)
     check_output(given, name, shape, dtype, device)
     if not given.is_contiguous():
         raise RunError(f"{name} has strides {tuple(given.stride())}: pass a contiguous tensor.")

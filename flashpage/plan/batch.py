@@ -124,9 +124,12 @@ class Batch:
 
     def use_bounds(self, longest: Longest) -> None:
         """Sets the bounds, beyond which a request is refused."""
+        names = ("max_token_per_sequence", "max_sequence_kv")
+        self.struct.longest_q, self.struct.longest_kv = (
+            NO_LIMIT if bound is None else checks.whole(name, bound, 0)
+            for name, bound in zip(names, longest, strict=True)
+        )
         self.longest = longest
-        limits = (NO_LIMIT if bound is None else int(bound) for bound in longest)
-        self.struct.longest_q, self.struct.longest_kv = limits
 
     def use_row_runs(self, row_runs: torch.Tensor | None) -> None:
         """Sets what the rows of the next plan may see."""

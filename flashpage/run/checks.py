@@ -208,11 +208,13 @@ def check_places(
     if bool(wrong.any()):
         i = int(wrong.nonzero()[0])
         raise RunError(
-            f"positions: {int(places[i])} of request {int(requests[i])} lies outside the pages in kv_indptr. "
+            f"positions: {int(places[i])} of request {int(requests[i])} lies outside the pages in kv_indptr and "
+            f"kv_indices ({kv_indices.shape[0]} entries). "
             "Allocate its pages before appending."
         )
     used = kv_indices[pages]
     if bool(((used < 0) | (used >= k.num_pages)).any()):
         raise RunError(
-            f"kv_indices reaches {int(used.max())} (least {int(used.min())}) but the cache has {k.num_pages} pages."
+            f"kv_indices reaches {int(used.max())} (least {int(used.min())}) but paged_kv_cache has "
+            f"{k.num_pages} pages: pass numbers of its pages."
         )

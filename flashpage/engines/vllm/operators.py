@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...base.checks import same_device
-from ...base.errors import RunError
+from ...base.checks import same_device, tensor, whole
+from ...base.errors import FlashpageError, RunError
 from ...base.tensor_memory import check_apart
 from ...wrappers import operators
 from . import cache_layout, decode, write
@@ -155,7 +155,16 @@ def reshape_and_cache_flash(
 
 def split_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of a tensor [2, num_blocks, block_size x num_kv_heads x head_size] as key cache and value cache."""
-    x, blocks = 16 // kv_cache.element_size(), kv_cache.shape[1]
+    tensor(kv_cache, "kv_cache", RunError)
+    for name, value in (("num_kv_heads", num_kv_heads), ("head_size", head_size)):
+        whole(name, value, 1, error=RunError)
+    x, row = 16 // kv_cache.element_size(), num_kv_heads * head_size
+    if kv_cache.dim() != 3 or kv_cache.shape[0] != 2 or kv_cache.shape[2] % row or head_size % x:
+        raise RunError(
+            f"kv_cache has shape {tuple(kv_cache.shape)}: pass [2, num_blocks, block_size x {row}], as "
+            f"num_kv_heads={num_kv_heads} and head_size={head_size} (a multiple of {x}) say."
+        )
+    blocks = kv_cache.shape[1]
     key_cache = kv_cache[0].view(blocks, num_kv_heads, head_size // x, -1, x)
     return key_cache, kv_cache[1].view(blocks, num_kv_heads, head_size, -1)
 
@@ -259,8 +268,15 @@ def _call(name: str, *args: Any) -> None:
     """Calls the implementation directly, or the operator if torch traces or intercepts calls."""
     if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
         getattr(torch.ops.flashpage, name)(*args)
-    else:
+        return
+    try:
         _IMPLEMENTATIONS[name][1](*operators.judged(name, args))
+    except FlashpageError as error:
+        error.use_names({"q": "query"})
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # an argument of another type?
+        operators.check_types(name, args)
+        raise
 
 
 _library = torch.library.Library("flashpage", "FRAGMENT")
