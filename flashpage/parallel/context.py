@@ -269,6 +269,8 @@ def _on_host(
             raise PlanError(f"{name}[{i}]={int(tensor[i])} is {what}.")
     if batch and int(seq_lens.max()) >= 2**31:
         raise PlanError(f"seq_lens reaches {int(seq_lens.max())}: a request has less than 2**31 tokens.")
+    if int(qo_indptr[-1]) >= 2**31:
+        raise PlanError(f"qo_indptr ends at {int(qo_indptr[-1])}: plans number rows with 31 bits, so split the batch.")
     return kv_indptr, seq_lens.long(), qo_indptr.long()
 
 

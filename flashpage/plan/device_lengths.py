@@ -102,7 +102,12 @@ class TableLengths:
         for name, numbers, wrong, says in (
             ("seq_lens", lens, (lens < 0) | (lens > most), f"is outside 0..{most}, what a row of block_tables holds"),
             ("qo_indptr", q_indptr[1:], q_indptr.diff() < 0, "is smaller than the entry before it"),
-            ("qo_indptr", q_indptr, q_indptr > self.max_rows, f"is beyond max_rows={self.max_rows}"),
+            (
+                "qo_indptr",
+                q_indptr,
+                (q_indptr < 0) | (q_indptr > self.max_rows),
+                f"is negative or beyond max_rows={self.max_rows}",
+            ),
         ):
             if bool(wrong.any()):
                 i = int(wrong.nonzero()[0])

@@ -18,7 +18,9 @@ from .base import RAGGED, Attention
 from .plan_arguments import PrefillArguments
 
 _WORKSPACE_BYTES = 32 << 20
-_INNER = {"head_dim_qk": "head_dim of q", "head_dim_vo": "head_dim of v"}  # the names for what tensors say
+# What shapes of tensors say, in their names.
+_INNER = {"head_dim_qk": "head_dim of q", "head_dim_vo": "head_dim of v"}
+_INNER |= {"num_qo_heads": "num_heads of q", "num_kv_heads": "num_heads of k"}
 
 _local = threading.local()  # this thread's objects, by device, stream and layout
 _captured: set[Attention] = set()  # kept, as graphs outlive threads
@@ -53,6 +55,7 @@ def single_decode_with_kv_cache(
         [num_qo_heads, head_dim], with `return_lse` also [num_qo_heads] fp32, base 2.
     """
     checks.tensor(q, "q", RunError)
+    checks.flag("use_tensor_cores", use_tensor_cores, RunError)
     if q.dim() != 2:
         raise RunError(f"q has shape {tuple(q.shape)}: pass one row, [num_qo_heads, head_dim].")
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...base.checks import same_device, tensor, whole
+from ...base import checks
 from ...base.errors import FlashpageError, RunError
 from ...base.tensor_memory import check_apart
 from ...wrappers import operators
@@ -155,9 +155,9 @@ def reshape_and_cache_flash(
 
 def split_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of a tensor [2, num_blocks, block_size x num_kv_heads x head_size] as key cache and value cache."""
-    tensor(kv_cache, "kv_cache", RunError)
+    checks.tensor(kv_cache, "kv_cache", RunError)
     for name, value in (("num_kv_heads", num_kv_heads), ("head_size", head_size)):
-        whole(name, value, 1, error=RunError)
+        checks.whole(name, value, 1, error=RunError)
     x, row = 16 // kv_cache.element_size(), num_kv_heads * head_size
     if kv_cache.dim() != 3 or kv_cache.shape[0] != 2 or kv_cache.shape[2] % row or head_size % x:
         raise RunError(
@@ -206,6 +206,7 @@ def _paged_attention_v2(
         _check_rows(given, out)
     else:
         given = checked(given, out)
+        check_apart(out, "out", given.query, "query", RunError)
     num_seqs, num_heads = given.query.shape[:2]
     most = -(-given.max_seq_len // PARTITION_TOKENS)
     for name, tensor, rest, dtype in (
@@ -213,7 +214,7 @@ def _paged_attention_v2(
         ("max_logits", max_logits, (), torch.float32),
         ("tmp_out", tmp_out, out.shape[2:], out.dtype),
     ):
-        same_device(tensor, out.device, name, RunError)
+        checks.same_device(tensor, out.device, name, RunError)
         fits = tensor.dim() == 3 + len(rest) and tensor.shape[:2] == (num_seqs, num_heads) and tensor.shape[3:] == rest
         if not fits or tensor.shape[2] < most or tensor.dtype != dtype:
             sizes = ", ".join(map(str, (num_seqs, num_heads, f"{most} or more", *rest)))
@@ -272,7 +273,7 @@ def _call(name: str, *args: Any) -> None:
     try:
         _IMPLEMENTATIONS[name][1](*operators.judged(name, args))
     except FlashpageError as error:
-        error.use_names({"q": "query"})
+        error.use_names({"q": "query", "paged_kv_cache[0]": "key_cache", "paged_kv_cache[1]": "value_cache"})
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # an argument of another type?
         operators.check_types(name, args)

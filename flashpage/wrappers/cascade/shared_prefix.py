@@ -239,7 +239,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         Returns:
             [qo_indptr[-1], num_qo_heads, head_dim].
         """
-        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction, rope_scale=rope_scale, rope_theta=rope_theta)
+        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
+            if value is not None:
+                checks.refuse(name, value)
         return self._forward(q, k_shared, v_shared, unique_kv_cache, causal, sm_scale)
 
 

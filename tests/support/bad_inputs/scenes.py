@@ -486,19 +486,25 @@ def _vllm() -> list[Scene]:
     def types(make: Make) -> Arguments:
         return {"kv_cache_dtype": "auto", "k_scale": make.ones(1), "v_scale": make.ones(1)}
 
+    def fp8(make: Make, **shapes: tuple[int, ...]) -> Arguments:
+        """Caches that are read and written with their scales."""
+        return {name: make.empty(*shape, dtype=torch.uint8) for name, shape in shapes.items()} | {
+            "kv_cache_dtype": "fp8"
+        }
+
     def decode_v2(make: Make) -> Arguments:
         sums = {name: make.empty(2, HEADS, 1, dtype=torch.float32) for name in ("exp_sums", "max_logits")}
         return sums | {"tmp_out": make.empty(2, HEADS, 1, DIM, dtype=torch.float16)} | decode(make)
 
     def write(make: Make) -> Arguments:
         new = {name: make.data(2, KV_HEADS, DIM, dtype=torch.float16) for name in ("key", "value")}
-        return new | caches(make) | {"slot_mapping": make.ints(17, 3, dtype=torch.int64)} | types(make)
+        slots, heads = {"slot_mapping": make.ints(17, 3, dtype=torch.int64)}, (PAGES, KV_HEADS)
+        shapes = {"key_cache": (*heads, DIM // 16, PAGE, 16), "value_cache": (*heads, DIM, PAGE)}
+        return new | slots | types(make) | fp8(make, **shapes)
 
     def write_flash(make: Make) -> Arguments:
-        flash = {
-            name: make.data(PAGES, PAGE, KV_HEADS, DIM, dtype=torch.float16) for name in ("key_cache", "value_cache")
-        }
-        return write(make) | flash
+        rows = (PAGES, PAGE, KV_HEADS, DIM)
+        return write(make) | fp8(make, key_cache=rows, value_cache=rows)
 
     slopes = lambda make: {"alibi_slopes": make.ones(HEADS)}
     split = lambda make: {
