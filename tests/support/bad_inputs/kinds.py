@@ -7,7 +7,6 @@ A badness changes the arguments of one call. Its expected outcome, unless expect
     safe     one of the two
     clean    a FlashpageError, or any result
     any      any error or result, but no crash
-    told     any error, or the result of the good arguments (rows of told.txt)
     missing  a TypeError that names the argument
 """
 
