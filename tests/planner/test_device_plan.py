@@ -228,5 +228,5 @@ def test_tensors_may_change_after_the_plan_on_the_cpu() -> None:
 def test_page_numbers_beyond_the_cache_are_refused() -> None:
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8))
     wrapper.plan_on_device(**arguments())
-    with pytest.raises(flashpage.RunError, match="has 2 pages but the plan's page numbers reach 2"):
+    with pytest.raises(flashpage.RunError, match="has 2 pages but the plan's block_tables reach 2"):
         wrapper.run(torch.zeros(2, 4, 64), torch.zeros(2, 2, 16, 2, 64))
