@@ -87,20 +87,6 @@ def judged(name: str, args: tuple[Any, ...]) -> list[Any]:
     return found
 
 
-def check_types(name: str, args: tuple[Any, ...]) -> None:
-    """Raises for the first argument whose type is not that of the operator's schema."""
-    for argument, value in zip(getattr(torch.ops.flashpage, name).default._schema.arguments, args, strict=False):
-        kind = str(argument.type)
-        if kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None):
-            checks.tensor(value, argument.name, RunError)
-        elif kind == "int":
-            checks.whole(argument.name, value, -(2**63), 2**63 - 1, RunError)
-        elif kind == "float":
-            checks.real(argument.name, value, error=RunError)
-        elif kind == "str" and not isinstance(value, str):
-            raise RunError(f"{argument.name}={checks.shown(value)} is a {type(value).__name__}: pass a string.")
-
-
 def _tensors(names: tuple[str, ...], args: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, arg in zip(names, args, strict=False):
         for value in arg if arg.__class__ is list else (arg,):

@@ -22,8 +22,8 @@ from .planned_by_runs import PlannedByRuns
 _PREFILLS = Names("qo_indptr_p", "kv_indptr_p", "last_page_len_p", "seq_lens", "kv_indices_p")
 _DECODES = Names("qo_indptr_d", "kv_indptr_d", "last_page_len_d", "seq_lens", "kv_indices_d")
 _OPTIONS = ("causal", "pos_encoding_mode", "sm_scale", "window_left", "rope_scale", "rope_theta")
-_OF_PREFILL = {name: f"{name}_p" for name in ("q", "k", "v", "paged_kv_cache", "custom_mask", "packed_custom_mask")}
-_OF_PREFILL |= {name: f"{name}_p" for name in _OPTIONS}
+_TENSORS = ("q", "k", "v", "paged_kv_cache", "custom_mask", "packed_custom_mask")
+_OF_PREFILL = {name: f"{name}_p" for name in (*_TENSORS, *_OPTIONS)}
 _OF_PREFILL |= {"head_dim_qk": "head_dim of q_p", "head_dim_vo": "head_dim of v_p"}
 _OF_DECODE = {name: f"{name}_d" for name in ("q", "paged_kv_cache", *_OPTIONS)}
 _OF_DECODE |= {"k": "paged_kv_cache_d's k", "v": "paged_kv_cache_d's v"}
@@ -67,9 +67,8 @@ class PODWithPagedKVCacheWrapper(Unique):
         }
         take_graph_buffers(self._decode, None, buffers)
         self._checked = Checked(self._decode.session)
-        self._prefills = {
-            layout: PlannedByRuns(self._maker(layout)) for layout in checks.LAYOUTS
-        }  # by the layout of k_p and v_p
+        # By the layout of k_p and v_p.
+        self._prefills = {layout: PlannedByRuns(self._maker(layout)) for layout in checks.LAYOUTS}
 
     def _maker(self, layout: str) -> Callable[[], Attention]:
         workspaces, owner = self._decode.session.workspaces, type(self).__name__
@@ -270,9 +269,8 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         self._prefill = PlannedByRuns(
             lambda: Attention(float_workspace_buffer, kv_layout, names=_PREFILLS, owner=owner)
         )
-        self._prefills: tuple[Lengths, Pages, PrefillArguments] | None = (
-            None  # as planned, to be planned again with a mask
-        )
+        # As planned, to be planned again with a mask.
+        self._prefills: tuple[Lengths, Pages, PrefillArguments] | None = None
         self._is_masked = False  # whether the prefills' present plan has a mask
 
     @property
@@ -336,10 +334,9 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
             rope_theta=rope_theta,
         )
         options, values = arguments.checked()
-        prefills, decodes = Lengths(*lengths[:3]), Lengths(*lengths[3:])
-        pages = Pages(kept(kv_indices_p, "kv_indices_p"), non_blocking=non_blocking)
+        prefills, pages = Lengths(*lengths[:3]), Pages(kept(kv_indices_p, "kv_indices_p"), non_blocking=non_blocking)
         self._prefill.plan(None, lambda prefill: prefill.plan(prefills, pages, options, values))
-        self._decode.plan(decodes, Pages(kv_indices_d, non_blocking=non_blocking), options, values)
+        self._decode.plan(Lengths(*lengths[3:]), Pages(kv_indices_d, non_blocking=non_blocking), options, values)
         self._prefills, self._is_masked = (prefills, pages, arguments), False
 
     begin_forward = plan
@@ -374,10 +371,9 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         """
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._decode.require_plan("run")
-        causal = checks.flag("causal_p", causal_p, RunError)
         try:
             prefill = self._planned_prefill(Mask.of(custom_mask_p, packed_custom_mask_p))
-            values = prefill.values._replace(causal=causal)
+            values = prefill.values._replace(causal=checks.flag("causal_p", causal_p, RunError))
             found_p = prefill.run(q_p, paged_kv_cache_p, None, None, return_lse, values, enable_pdl=enable_pdl)
         except FlashpageError as error:
             error.use_names(_OF_PAGED_PREFILL)
@@ -385,7 +381,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         scales = (q_scale, k_scale, v_scale)
         try:
             return found_p, self._decode.run(
-                q_d, paged_kv_cache_d, None, None, return_lse, scales=scales, enable_pdl=enable_pdl
+                q_d, paged_kv_cache_d, None, None, return_lse, None, scales, None, enable_pdl
             )
         except FlashpageError as error:
             error.use_names(_OF_DECODE)
@@ -399,9 +395,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
             self._is_masked = True  # if the plan fails, the next run plans again
             self._prefill.plan(None, lambda prefill: prefill.plan(lengths, pages, options, values, mask))
             self._is_masked = mask is not None
-        prefill = self._prefill.used()
-        prefill.require_plan("run")
-        return prefill
+        return self._prefill.used()
 
     def end_forward(self) -> None:
         """Does nothing: a plan needs no end."""

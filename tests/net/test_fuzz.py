@@ -1,7 +1,7 @@
 """Differential fuzzing: random batches and options against the fp64 reference, over all wrappers, formats and backends.
 
-`make fuzz MINUTES=30` runs longer, from a new seed each time, and CI for a quarter of a minute. A row that failed is kept as a
-regression test: put what the failure prints into KEPT, with a comment that says what was wrong.
+`make fuzz MINUTES=30` runs longer, from a new seed each time, and CI for a quarter of a minute. A row that failed is
+kept as a regression test: put what the failure prints into KEPT, with a comment that says what was wrong.
 """
 
 from __future__ import annotations

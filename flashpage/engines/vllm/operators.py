@@ -265,6 +265,20 @@ _IMPLEMENTATIONS: dict[str, tuple[str, Callable[..., None]]] = {
 }
 
 
+def _check_types(name: str, args: tuple[Any, ...]) -> None:
+    """Raises for the first argument whose type is not that of the operator's schema."""
+    for argument, value in zip(getattr(torch.ops.flashpage, name).default._schema.arguments, args, strict=False):
+        kind = str(argument.type)
+        if kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None):
+            checks.tensor(value, argument.name, RunError)
+        elif kind == "int":
+            checks.whole(argument.name, value, -(2**63), 2**63 - 1, RunError)
+        elif kind == "float":
+            checks.real(argument.name, value, error=RunError)
+        elif kind == "str" and not isinstance(value, str):
+            raise RunError(f"{argument.name}={checks.shown(value)} is a {type(value).__name__}: pass a string.")
+
+
 def _call(name: str, *args: Any) -> None:
     """Calls the implementation directly, or the operator if torch traces or intercepts calls."""
     if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
@@ -276,7 +290,7 @@ def _call(name: str, *args: Any) -> None:
         error.use_names({"q": "query", "paged_kv_cache[0]": "key_cache", "paged_kv_cache[1]": "value_cache"})
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # an argument of another type?
-        operators.check_types(name, args)
+        _check_types(name, args)
         raise
 
 
