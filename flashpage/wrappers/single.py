@@ -18,7 +18,7 @@ from .base import RAGGED, Attention
 from .plan_arguments import PrefillArguments
 
 _WORKSPACE_BYTES = 32 << 20
-# What shapes of tensors say, in their names.
+# Arguments of the inner interface that are shapes of tensors here.
 _INNER = {"head_dim_qk": "head_dim of q", "head_dim_vo": "head_dim of v"}
 _INNER |= {"num_qo_heads": "num_heads of q", "num_kv_heads": "num_heads of k"}
 

@@ -110,7 +110,7 @@ class _Runs:
             self._run()
 
     def outputs(self, rows: int) -> Outputs:
-        """What a run or a replay writes, in the rows of the batch."""
+        """Runs, or replays; the outputs in the rows of the batch."""
         poison(self.out)
         poison(self.lse)
         if self.graph is None:
