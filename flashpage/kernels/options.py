@@ -54,7 +54,7 @@ class Options:
     @property
     def halves(self) -> tuple[str, str]:
         """The names of the two parts of a cached token, for messages."""
-        return ("the latent row", "its tail") if self.is_latent else ("K", "V")
+        return ("ckv_cache", "kpe_cache") if self.is_latent else ("k", "v")
 
     @property
     def half_dims(self) -> tuple[int, int]:

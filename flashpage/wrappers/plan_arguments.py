@@ -156,7 +156,7 @@ class LatentArguments(NamedTuple):
         ckv = checks.whole("head_dim_ckv", self.head_dim_ckv, 1)
         options = check_options(
             kv_source="latent",
-            num_qo_heads=self.num_heads,
+            num_qo_heads=checks.whole("num_heads", self.num_heads, 1),
             num_kv_heads=1,
             head_dim_qk=ckv + checks.whole("head_dim_kpe", self.head_dim_kpe, 0),
             head_dim_vo=ckv,

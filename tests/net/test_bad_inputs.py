@@ -31,6 +31,7 @@ WITHOUT_ROWS = {
     "flashpage.jit": "takes specs, manifests and folders; tests/jit checks them",
     "flashpage.ops": "called by the wrappers, which check first",
     "Plan": "made by last_plan and plan_lengths",
+    "MLAPlanMetadata": "a record of plan's arguments",
     "flashpage.integrations:PagedAttention": "takes its own objects; tests/serving checks them",
     "flashpage.integrations:AttentionBackend": "a protocol",
     "flashpage.integrations:AttentionLayer": "a record",

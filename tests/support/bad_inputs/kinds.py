@@ -429,12 +429,29 @@ _kind(TOLD_LATER, "group tile cost clusters card global_override_indptr_cpu")
 _kind(INDEX, "indptr_buffer indices_buffer last_page_len_buffer")
 _kind((), "args kwargs deprecated_positional_args _ __")  # tests/api/test_api_signatures.py checks these
 
+# Latent rows.
+_kind(COUNT, "head_dim_ckv")
+_kind(NOT_NEGATIVE, "head_dim_kpe")
+_kind(ROWS, "q_nope q_pe")
+_kind(DTYPE, "output_dtype")
+_kind(MODE, "query_layout kv_cache_layout lse_mode")
+_kind(REFUSED_WORD, "output_scale scale_mode")
+_kind(REFUSED, "skip_softmax kv_len page_table ckv_scale ckv_scale_arr kpe_scale")
+_kind(FLAG, "use_sinks return_lse_base_on_e")
+_kind((Badness("number", "error", constant(3)), Badness("list", "error", constant([1]))), "metadata")
+
 # Arguments that have another kind in one step than elsewhere.
 _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("merge_state_in_place", "v"): OUTPUT,
     ("merge_state_in_place", "s"): OUTPUT,
     ("MultiLevelCascadeAttentionWrapper.plan", "paged_kv_last_page_len"): LIST_OF_INDICES,
     ("BatchAttention.run", "kv_cache"): CACHE,
+    ("BatchMLAPagedAttentionWrapper.run", "kv_cache"): TOLD_LATER,  # in place of the two caches
+    ("BatchMLAPagedAttentionWrapper.run", "query"): TOLD_LATER,
+    **{
+        ("BatchMLAPagedAttentionWrapper", name): TOLD_LATER
+        for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+    },
     ("merge_over_group", "out"): DATA,
     ("merge_over_group", "lse"): DATA,
     ("append_paged_kv_cache", "kv_last_page_len"): LENGTHS,

@@ -244,6 +244,27 @@ def _mixed() -> Scene:
     return Scene("BatchAttention", (made, Step(".plan", plan), Step(".run", run, run_extras(5))))
 
 
+def _latent() -> Scene:
+    """Latent rows of 512 columns and 64 more of K."""
+
+    def plan(make: Make) -> Arguments:
+        lists = {"qo_indptr": make.ints(0, 2, 5), "kv_indptr": make.ints(0, 2, 3), "kv_indices": make.ints(5, 2, 7)}
+        sizes = {"num_heads": 16, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": PAGE, "sm_scale": 0.1}
+        return lists | {"kv_len_arr": make.ints(19, 16)} | sizes | types(make)
+
+    def run(make: Make) -> Arguments:
+        rows = {"q_nope": make.data(5, 16, 512), "q_pe": make.data(5, 16, 64)}
+        return rows | {"ckv_cache": make.data(PAGES, PAGE, 512), "kpe_cache": make.data(PAGES, PAGE, 64)}
+
+    def extras(make: Make) -> Arguments:
+        outputs = {"out": make.empty(5, 16, 512), "lse": make.empty(5, 16, dtype=torch.float32)}
+        return outputs | {"sinks": make.floats(16)}
+
+    made = Step("flashpage.mla:BatchMLAPagedAttentionWrapper", workspace)
+    planned = Step(".plan", plan, lambda make: {"fixed_split_size": 128, "kv_data_type": make.dtype})
+    return Scene("BatchMLAPagedAttentionWrapper", (made, planned, Step(".run", run, extras)))
+
+
 def _cascade() -> list[Scene]:
     def plan(make: Make) -> Arguments:
         levels = {
@@ -575,6 +596,7 @@ def scenes() -> dict[str, Scene]:
         *_ragged(),
         _sink(),
         _mixed(),
+        _latent(),
         *_cascade(),
         *_pod(),
         *_sparse(),
