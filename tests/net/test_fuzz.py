@@ -50,7 +50,7 @@ CHECKS: dict[type, Callable[[Any, str], Any]] = {Case: run_case, CascadeCase: ch
 STRATEGIES: list[Strategy] = [fuzz.cases, fuzz.cascades, fuzz.blocks, fuzz_graphs.graphs]
 STRATEGIES += [fuzz_wrappers.pods, fuzz_wrappers.mixed, fuzz_wrappers.matrices, fuzz_wrappers.variable_matrices]
 STRATEGIES += [fuzz_states.appends, fuzz_states.merges]
-SECONDS = float(os.environ.get("FUZZ_MINUTES", "1")) * 60 / len(STRATEGIES)  # of each
+SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.7")) * 60 / len(STRATEGIES)  # of each
 
 KEPT: list[Any] = []
 
