@@ -262,7 +262,8 @@ def _latent() -> Scene:
 
     made = Step("flashpage.mla:BatchMLAPagedAttentionWrapper", workspace)
     planned = Step(".plan", plan, lambda make: {"fixed_split_size": 128, "kv_data_type": make.dtype})
-    return Scene("BatchMLAPagedAttentionWrapper", (made, planned, Step(".run", run, extras)))
+    steps = (made, planned, Step(".run", run, extras))
+    return Scene("BatchMLAPagedAttentionWrapper", steps, cuda=False)  # no kernel of a card reads latent rows
 
 
 def _cascade() -> list[Scene]:
