@@ -59,9 +59,20 @@ class RequestTable:
 
     def write(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Sets slots[i] for the token at positions[i] of the request in rows[i]; [tokens] each."""
-        for name, tensor in (("rows", rows), ("positions", positions), ("slots", slots)):
-            checks.tensor(tensor, name, RunError)
-        self.slots[rows, positions] = slots
+        for name, tensor, last in (
+            ("rows", rows, self.max_requests - 1),
+            ("positions", positions, self.max_context - 1),
+            ("slots", slots, 2**31 - 1),
+        ):
+            if checks.tensor(tensor, name, RunError).dtype not in (torch.int32, torch.int64) or tensor.dim() != 1:
+                raise RunError(
+                    f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass int32 or int64, [tokens]."
+                )
+            if len(tensor) != len(rows):
+                raise RunError(f"{name} has {len(tensor)} entries and rows has {len(rows)}: pass one each a token.")
+            if self.slots.is_cpu and bool(((tensor < 0) | (tensor > last)).any()):
+                raise RunError(f"{name} has numbers outside 0..{last}: pass those of this table.")
+        self.slots[rows, positions] = slots.to(torch.int32)
 
 
 class TokenPool:

@@ -25,6 +25,19 @@ EXPECTED: list[tuple[str, str, str]] = [
     ("get_seq_lens.*.dtype-int64", "clean", ""),  # the result has the lengths' type
     ("get_seq_lens.*.kv_indptr.falls", "clean", ""),
     ("segment_packbits.*.indptr.shape-long", "clean", ""),  # an empty segment
+    ("reshape_and_cache*.slot_mapping.shape-*", "clean", ""),  # vLLM pads keys: slots decide how many are written
+    ("reshape_and_cache*.slot_mapping.range-negative", "clean", ""),  # left out
+    ("split_kv_cache.*.kv_cache.dtype-*", "clean", ""),  # views of any type
+    ("split_kv_cache.*.kv_cache.complex", "clean", ""),
+    ("canonicalize_torch_dtype.*.int8", "clean", ""),  # dtypes of torch
+    ("canonicalize_torch_dtype.*.double", "clean", ""),
+    ("canonicalize_torch_dtype.*.unknown", "clean", ""),
+    ("RequestTable.write.*.range-2^30", "clean", ""),  # a slot of a larger pool
+    # Arithmetic on tensors, from which plans are made: what they hold is judged there.
+    ("ContextLayout*.storage-gone", "error", ""),
+    ("ContextLayout*", "any", ""),
+    ("gather_slots.*.table.range-*", "clean", ""),  # slots that no row of the batch has
+    # torch's own error, or none: names of dtypes and devices, numbers of Python's.
     ("reshape_and_cache*.slot_mapping.shape-*", "clean", ""),  # vLLM pads keys: as many are written as there are slots
     ("reshape_and_cache*.slot_mapping.range-negative", "clean", ""),  # such tokens are not written
     ("split_kv_cache.*.kv_cache.*", "any", ""),  # views of any tensor
