@@ -122,6 +122,14 @@ class Batch:
                 "Pad the batch with empty requests, or make a wrapper for this size."
             )
 
+    def check_rows(self, group_size: int) -> None:
+        """Packed rows, query heads of a KV head included, have numbers of 31 bits."""
+        if self.struct.rows * group_size >= 2**31:
+            raise PlanError(
+                f"{self.names[0]} gives {self.struct.rows} rows of {group_size} query heads a KV head: "
+                "split the batch, as plans number them with 31 bits."
+            )
+
     def use_bounds(self, longest: Longest) -> None:
         """Sets the bounds, beyond which a request is refused."""
         names = ("max_token_per_sequence", "max_sequence_kv")

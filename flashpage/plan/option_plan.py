@@ -178,11 +178,7 @@ class OptionPlan:
         """Plans the call with the kernels that fit the batch."""
         call, struct, options = self.call, batch.struct, self.options
         requests, rows = struct.requests, struct.rows
-        if rows * options.group_size >= 2**31:
-            raise PlanError(
-                f"{batch.names[0]} gives {rows} rows of {options.group_size} query heads a KV head: "
-                "split the batch, as plans number them with 31 bits."
-            )
+        batch.check_rows(options.group_size)
         contexts = ContextClass.USUAL
         call.contexts = -1
         if self._contexts.may_differ and not batch.is_graph:
