@@ -12,7 +12,7 @@ from ..base import checks
 from ..base.errors import CapabilityError, PlanError, RunError
 from ..base.unique import Unique
 from ..kernels.options import check_window
-from ..plan.lengths import Lengths, Names, all_to_host, batch_of, check_numbers
+from ..plan.lengths import Lengths, Names, all_to_host, batch_of
 from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES, check_output
 from ..variants.row_mask import WITHIN, RowMask
@@ -142,12 +142,7 @@ class ContextParallelAttention(Unique):
         causal = checks.flag("causal", causal)
         layout = self.layout(page_size)
         kv_indptr, seq_lens, q_indptr = _on_host(kv_indptr, seq_lens, qo_indptr)
-        check_numbers(kv_indices, "kv_indices")
-        if kv_indices.dim() != 1 or kv_indices.numel() < int(kv_indptr[-1]) or int(kv_indptr[0]) < 0:
-            raise PlanError(
-                f"kv_indices has shape {tuple(kv_indices.shape)} but kv_indptr goes from {int(kv_indptr[0])} to "
-                f"{int(kv_indptr[-1])}: pass one dimension with every page number."
-            )
+        checks.tensor(kv_indices, "kv_indices", PlanError)
         if self._has_all_pages:
             local = layout.pages(kv_indptr, kv_indices, seq_lens)
         else:

@@ -53,7 +53,7 @@ class Mask(NamedTuple):
             raise PlanError(
                 f"{name} has shape {tuple(self.values.shape)}: pass [{q_len}, {kv_len}], or its values joined."
             )
-        return Mask(self.values.reshape(-1))
+        return Mask(checks.tensor(self.values, name, PlanError).reshape(-1))
 
 
 KEEP_MASK = Mask(None)  # the bits in the wrapper's buffer: engines copy them there

@@ -51,7 +51,7 @@ STRATEGIES: list[Strategy] = [fuzz.cases, fuzz.cascades, fuzz.blocks, fuzz_graph
 STRATEGIES += [fuzz_wrappers.pods, fuzz_wrappers.mixed, fuzz_wrappers.matrices, fuzz_wrappers.variable_matrices]
 STRATEGIES += [fuzz_states.appends, fuzz_states.merges, fuzz_wrappers.latents]
 ON_CPU = (fuzz_wrappers.latents,)  # no kernel of a card has such rows
-SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.7")) * 60 / len(STRATEGIES)  # of each
+SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.25")) * 60 / len(STRATEGIES)  # of each
 
 KEPT: list[Any] = []
 

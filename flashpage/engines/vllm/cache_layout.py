@@ -108,12 +108,16 @@ def stored(
     if kv_cache_dtype == "auto":
         return rows
     most = torch.finfo(dtype).max
-    return (rows.float() / scale_on(rows.device, scale, name[0] + "_scale")).clamp(-most, most).to(dtype).view(cache.dtype)
+    return (
+        (rows.float() / scale_on(rows.device, scale, name[0] + "_scale")).clamp(-most, most).to(dtype).view(cache.dtype)
+    )
 
 
 def scale_on(device: torch.device, scale: torch.Tensor, name: str) -> torch.Tensor:
     """The scale of an fp8 cache as one fp32 value on the device."""
-    if (scale.__class__ is not torch.Tensor or scale.numel() != 1) and checks.tensor(scale, name, RunError).numel() != 1:
+    if (scale.__class__ is not torch.Tensor or scale.numel() != 1) and checks.tensor(
+        scale, name, RunError
+    ).numel() != 1:
         raise RunError(f"{name} has shape {tuple(scale.shape)}: pass one value for the whole cache.")
     if scale.dtype == torch.float32 and scale.device == device:
         return scale
