@@ -22,9 +22,8 @@ from .planned_by_runs import PlannedByRuns
 _PREFILLS = Names("qo_indptr_p", "kv_indptr_p", "last_page_len_p", "seq_lens", "kv_indices_p")
 _DECODES = Names("qo_indptr_d", "kv_indptr_d", "last_page_len_d", "seq_lens", "kv_indices_d")
 _OPTIONS = ("causal", "pos_encoding_mode", "sm_scale", "window_left", "rope_scale", "rope_theta")
-_OF_PREFILL = {name: f"{name}_p" for name in ("q", "k", "v", "paged_kv_cache", *_OPTIONS)}
+_OF_PREFILL = {name: f"{name}_p" for name in ("q", "k", "v", "paged_kv_cache", "packed_custom_mask", *_OPTIONS)}
 _OF_PREFILL |= {"head_dim_qk": "head_dim of q_p", "head_dim_vo": "head_dim of v_p", "custom_mask": "custom_mask_p"}
-_OF_PREFILL["packed_custom_mask"] = "packed_custom_mask_p"
 _OF_DECODE = {name: f"{name}_d" for name in ("q", "paged_kv_cache", *_OPTIONS)}
 _OF_DECODE |= {"k": "paged_kv_cache_d's k", "v": "paged_kv_cache_d's v"}
 _OF_PAGED_PREFILL = _OF_PREFILL | {"k": "paged_kv_cache_p's k", "v": "paged_kv_cache_p's v"}
