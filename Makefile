@@ -13,7 +13,7 @@ help:
 	@echo 'make demo    a small model decodes a batch through paged KV; its tokens are checked against torch'
 	@echo 'make test    the test suite'
 	@echo 'make test-fast  the part of it that answers within 90 seconds'
-	@echo 'make fuzz    random batches against the reference, and plans (MINUTES=10 of each kind, SEED=1, ARGS for pytest)'
+	@echo 'make fuzz    random batches against the reference, and plans (MINUTES=30 in all, SEED=1, ARGS for pytest)'
 	@echo 'make soak    plans and runs without end (SIZE=1: 10^6 plans, DEVICE=cpu)'
 	@echo 'make sanitize  the host library and the kernels of the CPU under ASan, UBSan and TSan'
 	@echo 'make bench   the benchmarks of tests/bench/ that this machine can run'
@@ -36,7 +36,7 @@ test-fast: venv
 	@$(PY) -m pytest -q tests --fast --numprocesses=auto --dist=worksteal $(ARGS)
 
 fuzz: venv
-	@FUZZ_MINUTES=$(or $(MINUTES),2) FUZZ_SEED=$(or $(SEED),$(shell date +%s)) \
+	@FUZZ_MINUTES=$(or $(MINUTES),6) FUZZ_SEED=$(or $(SEED),$(shell date +%s)) \
 	  $(PY) -m pytest -q -s tests/net/test_fuzz.py tests/planner/test_planner_properties.py $(ARGS)
 
 soak: venv

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from . import tensor_memory
 from .dtypes import DType
 from .errors import CapabilityError, FlashpageError, PlanError
 
@@ -104,9 +105,9 @@ def extra_positions(args: tuple[Any, ...]) -> str:
     )
 
 
-def layout(kv_layout: str, error: type[FlashpageError] = PlanError) -> str:
+def layout(kv_layout: str, error: type[FlashpageError] = PlanError, name: str = "kv_layout") -> str:
     if not isinstance(kv_layout, str) or kv_layout not in LAYOUTS:
-        raise error(f"kv_layout={shown(kv_layout)} is unknown: pass 'NHD' or 'HND'.")
+        raise error(f"{name}={shown(kv_layout)} is unknown: pass 'NHD' or 'HND'.")
     return kv_layout
 
 
@@ -172,12 +173,32 @@ def real(name: str, value: Any, *, positive: bool = False, error: type[Flashpage
     return number
 
 
+def device(value: Any, name: str = "device") -> torch.device:
+    """A device on which kernels run."""
+    try:
+        found = torch.device(value)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise PlanError(f"{name}={shown(value)} runs no kernels: pass 'cpu' or 'cuda'.")
+    return found
+
+
 def dtype(name: str, value: Any) -> DType:
     try:
         return DType.of(value)
     except (KeyError, TypeError):
         known = ", ".join(d.value for d in DType)
         raise PlanError(f"{name}={shown(value)} is not an element type of any kernel: pass one of {known}.") from None
+
+
+def dtype_of(tensor: torch.Tensor, name: str, error: type[FlashpageError]) -> DType:
+    """The element type of a tensor that kernels read."""
+    try:
+        return DType.of(tensor.dtype)
+    except KeyError:
+        known = ", ".join(d.value for d in DType)
+        raise error(f"{name} has dtype {tensor.dtype}, which no kernel reads: pass one of {known}.") from None
 
 
 def same_device(tensor: torch.Tensor, device: torch.device, name: str, error: type[FlashpageError]) -> None:
@@ -204,6 +225,9 @@ def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
             f"{name} requires grad, but the output has no gradient. "
             f"Call this under torch.no_grad(), or pass {name}.detach()."
         )
+    is_plain = value.__class__ is torch.Tensor or torch._C._len_torch_dispatch_stack()
+    if not is_plain and tensor_memory.waited(value) is value:
+        tensor_memory.address(value, name, error)
     return value
 
 

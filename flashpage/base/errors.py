@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 
 class FlashpageError(Exception):
     """Base of all errors raised on purpose."""
+
+    def use_names(self, names: Mapping[str, str]) -> None:
+        """Puts the caller's names of arguments in place of those of the inner interface (whole words)."""
+        words = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+        self.args = (re.sub(rf"(?<![\w.])(?<!'s )({words})(?!\w)", lambda found: names[found[1]], str(self)),)
 
 
 class PlanError(FlashpageError, ValueError):

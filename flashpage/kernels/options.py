@@ -54,7 +54,7 @@ class Options:
     @property
     def halves(self) -> tuple[str, str]:
         """The names of the two parts of a cached token, for messages."""
-        return ("the latent row", "its tail") if self.is_latent else ("K", "V")
+        return ("ckv_cache", "kpe_cache") if self.is_latent else ("k", "v")
 
     @property
     def half_dims(self) -> tuple[int, int]:
@@ -267,7 +267,10 @@ def check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> i
     longer than _LONGEST."""
     if checks.flag("disable_split_kv", disable_split_kv):
         return SPLIT_NEVER
-    if fixed_split_size is None or fixed_split_size == -1:
+    if fixed_split_size is None:
         return SPLIT_BALANCED
-    piece = checks.whole("fixed_split_size", fixed_split_size, 1) * tokens
+    size = checks.whole("fixed_split_size", fixed_split_size, -1)
+    if size == -1:
+        return SPLIT_BALANCED
+    piece = checks.whole("fixed_split_size", size, 1) * tokens
     return piece if piece < _LONGEST else SPLIT_NEVER

@@ -140,6 +140,7 @@ class ContextParallelAttention(Unique):
         for name, value in masks.items():
             if value is not None:
                 _refuse(name, f"a {type(value).__name__}")
+        causal = checks.flag("causal", causal)
         layout = self.layout(page_size)
         kv_indptr, seq_lens, q_indptr = _on_host(kv_indptr, seq_lens, qo_indptr)
         checks.tensor(kv_indices, "kv_indices", PlanError)
@@ -148,8 +149,7 @@ class ContextParallelAttention(Unique):
         else:
             check_lists(kv_indptr, kv_indices)
             local = LocalPages(kv_indptr, kv_indices, layout.tokens(seq_lens).int())
-        is_causal, window = checks.flag("causal", causal), check_window(window_left)
-        visible = Visible.of(layout, q_indptr, seq_lens, is_causal, window)
+        visible = Visible.of(layout, q_indptr, seq_lens, causal, check_window(window_left))
         mask = row_runs = None
         if visible is not None:
             runs = visible.runs(q_indptr)
@@ -159,7 +159,7 @@ class ContextParallelAttention(Unique):
                 "paged",
                 num_qo_heads,
                 num_kv_heads,
-                head_dim,
+                checks.whole("head_dim", head_dim, 1),
                 page_size,
                 head_dim_vo,
                 sm_scale=sm_scale,
@@ -268,6 +268,8 @@ def _on_host(
             raise PlanError(f"{name}[{i}]={int(tensor[i])} is {what}.")
     if batch and int(seq_lens.max()) >= 2**31:
         raise PlanError(f"seq_lens reaches {int(seq_lens.max())}: a request has less than 2**31 tokens.")
+    if int(qo_indptr[-1]) >= 2**31:
+        raise PlanError(f"qo_indptr ends at {int(qo_indptr[-1])}: plans number rows with 31 bits, so split the batch.")
     return kv_indptr, seq_lens.long(), qo_indptr.long()
 
 
@@ -276,6 +278,7 @@ def _output(
 ) -> torch.Tensor:
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
+    checks.tensor(given, name, RunError)
     check_output(given, name, shape, dtype, device)
     if not given.is_contiguous():
         raise RunError(f"{name} has strides {tuple(given.stride())}: pass a contiguous tensor.")

@@ -117,7 +117,10 @@ def rank_and_size(group: Any) -> tuple[int, int]:
         raise PlanError(
             f"group={group!r}: torch.distributed has no process group: call torch.distributed.init_process_group first."
         )
-    rank = dist.get_rank(group)
+    try:
+        rank = dist.get_rank(group)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError):
+        raise PlanError(f"group={group!r} is no process group: pass one of torch.distributed, or None.") from None
     if rank < 0:
         raise PlanError(
             f"group={group!r} does not have this process (rank {dist.get_rank()}): pass a group that it belongs to."

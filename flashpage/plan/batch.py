@@ -16,7 +16,7 @@ from ..kernels import devices
 from ..kernels.options import Options
 from .capacity import Capacity
 from .device_lengths import TableLengths
-from .lengths import Given, Lengths, Names, batch_of, lengths_are_missing, to_host, wrong_shape
+from .lengths import Given, Lengths, Names, batch_of, check_numbers, lengths_are_missing, to_host, wrong_shape
 from .mixed_batch import Fork
 from .page_indices import KvIndices, MaskBits
 from .workspaces import Workspaces
@@ -124,6 +124,14 @@ class Batch:
                 "Pad the batch with empty requests, or make a wrapper for this size."
             )
 
+    def check_rows(self, group_size: int) -> None:
+        """Packed rows, query heads of a KV head included, have numbers of 31 bits."""
+        if self.struct.rows * group_size >= 2**31:
+            raise PlanError(
+                f"{self.names[0]} gives {self.struct.rows} rows of {group_size} query heads a KV head: "
+                "split the batch, as plans number them with 31 bits."
+            )
+
     def use_bounds(self, longest: Longest) -> None:
         """Sets the bounds, beyond which a request is refused."""
         limits = [
@@ -167,7 +175,7 @@ class Batch:
         for i, tensor in enumerate(given):
             self._arrays[i].data = None
             if tensor is not None:
-                self._hold(i, tensor, requests + (i < 2))
+                self._hold(i, tensor, requests + (i < 2), self.names[first])
         native.load().fp_batch_sum_up(self.address)
 
     def numbers(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -191,12 +199,11 @@ class Batch:
         self._copies = empty((4, self._bytes), torch.uint8, "cpu")
         self.struct.copies, self.struct.bytes_of_a_copy = self._copies.data_ptr(), self._bytes
 
-    def _hold(self, i: int, tensor: torch.Tensor, length: int) -> None:
+    def _hold(self, i: int, tensor: torch.Tensor, length: int, first: str) -> None:
         name, array = self.names[i], self._arrays[i]
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise PlanError(f"{name} has dtype {tensor.dtype}: pass int32 or int64.")
+        check_numbers(tensor, name)
         if tensor.dim() != 1 or tensor.shape[0] != length:
-            raise wrong_shape(tensor, length, name)
+            raise wrong_shape(tensor, length, name, first)
         array.is_int64, array.stride, array.length = int(tensor.dtype is torch.int64), 1, length
         array.data = self._copies.data_ptr() + i * self._bytes
         self._numbers(i).copy_(tensor)

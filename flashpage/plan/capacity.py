@@ -20,14 +20,16 @@ class Capacity(NamedTuple):
     def of(use_cuda_graph: bool, **given: Any) -> Capacity | None:
         """From the constructor's max_batch, max_pages (ragged: max_kv_rows) and max_rows, in this order; 0 marks those
         that may be left out. None if none is given."""
-        if all(value is None or value == 0 for value in given.values()):
+        numbers = {name: checks.whole(name, value, 0) for name, value in given.items() if value is not None}
+        if not any(numbers.values()):
             return None
         if not use_cuda_graph:
-            raise PlanError(f"{next(iter(given))} with use_cuda_graph=False: pass True, as capacities are for graphs.")
-        for name, value in given.items():
-            if value is None:
+            name = next(name for name, value in numbers.items() if value)
+            raise PlanError(f"{name} with use_cuda_graph=False: pass True, as capacities are for graphs.")
+        for name in given:
+            if name not in numbers:
                 raise PlanError(f"{name}=None but other capacities are given: pass {', '.join(given)}.")
-        return Capacity(*(checks.whole(name, value, 0) for name, value in given.items()))
+        return Capacity(*numbers.values())
 
     def rows_of(self, options: Options) -> int:
         """Rows of the largest batch."""

@@ -102,7 +102,12 @@ class TableLengths:
         for name, numbers, wrong, says in (
             ("seq_lens", lens, (lens < 0) | (lens > most), f"is outside 0..{most}, what a row of block_tables holds"),
             ("qo_indptr", q_indptr[1:], q_indptr.diff() < 0, "is smaller than the entry before it"),
-            ("qo_indptr", q_indptr, q_indptr > self.max_rows, f"is beyond max_rows={self.max_rows}"),
+            (
+                "qo_indptr",
+                q_indptr,
+                (q_indptr < 0) | (q_indptr > self.max_rows),
+                f"is negative or beyond max_rows={self.max_rows}",
+            ),
         ):
             if bool(wrong.any()):
                 i = int(wrong.nonzero()[0])
@@ -149,7 +154,8 @@ def _check_tables(tables: Any, batch: int, device: torch.device) -> torch.Tensor
     checks.same_device(checks.tensor(tables, "block_tables", PlanError), device, "block_tables", PlanError)
     if tables.dim() != 2 or tables.shape[0] < batch:
         raise PlanError(
-            f"block_tables has shape {tuple(tables.shape)}: pass one row for each request, [{batch}, pages]."
+            f"block_tables has shape {tuple(tables.shape)} but seq_lens has {batch} requests: "
+            f"pass one row for each, [{batch}, pages]."
         )
     if tables.dtype != torch.int32 or (tables.shape[1] > 1 and tables.stride(1) != 1):
         raise PlanError(

@@ -4,7 +4,7 @@ sentences."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -74,15 +74,20 @@ def batch_of(indptr: torch.Tensor | None, name: str) -> int:
     return indptr.numel() - 1
 
 
-def wrong_shape(tensor: torch.Tensor, length: int, name: str) -> PlanError:
-    """The error for an array of lengths that does not fit the batch."""
+def check_numbers(tensor: Any, name: str) -> None:
+    """Checks for a tensor of integers."""
+    if checks.tensor(tensor, name, PlanError).dtype not in _INDEX_DTYPES:
+        raise PlanError(f"{name} has dtype {tensor.dtype}: pass int32 or int64.")
+
+
+def wrong_shape(tensor: torch.Tensor, length: int, name: str, first: str) -> PlanError:
+    """The error for an array of lengths that does not fit the batch, whose requests `first` counts."""
     if tensor.dim() != 1:
         return PlanError(f"{name} has shape {tuple(tensor.shape)}: pass one dimension of {length} entries.")
-    if "indptr" in name:
-        fix = f"the batch has {length - 1} requests (expected {length}): pass one entry a request and the total."
-    else:
-        fix = f"the batch has {length} requests (expected {length}): pass one entry a request."
-    return PlanError(f"{name} has {tensor.shape[0]} entries but {fix}")
+    is_indptr = "indptr" in name
+    fix = "one entry a request and the total" if is_indptr else "one entry a request"
+    requests = f"{length - is_indptr} requests by {first} (expected {length})"
+    return PlanError(f"{name} has {tensor.shape[0]} entries but the batch has {requests}: pass {fix}.")
 
 
 def lengths_are_missing(names: Names) -> PlanError:

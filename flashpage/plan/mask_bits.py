@@ -36,7 +36,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
         The packed bytes, uint8, and their indptr, int32, [segments + 1], both on x's device.
     """
     checks.tensor(indptr, "indptr", RunError)
-    if indptr.dim() != 1 or indptr.numel() < 1 or indptr.is_floating_point():
+    if indptr.dim() != 1 or indptr.numel() < 1 or indptr.dtype not in (torch.int32, torch.int64):
         raise RunError(
             f"indptr has shape {tuple(indptr.shape)} and dtype {indptr.dtype}: pass integers, [segments + 1]."
         )

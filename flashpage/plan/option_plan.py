@@ -177,6 +177,7 @@ class OptionPlan:
         """Plans the call with the kernels that fit the batch."""
         call, struct, options = self.call, batch.struct, self.options
         requests, rows = struct.requests, struct.rows
+        batch.check_rows(options.group_size)
         contexts = ContextClass.USUAL
         call.contexts = -1
         if self._contexts.may_differ and not batch.is_graph:

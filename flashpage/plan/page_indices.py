@@ -53,7 +53,7 @@ class Mask(NamedTuple):
             raise PlanError(
                 f"{name} has shape {tuple(self.values.shape)}: pass [{q_len}, {kv_len}], or its values joined."
             )
-        return Mask(self.values.reshape(-1))
+        return Mask(checks.tensor(self.values, name, PlanError).reshape(-1))
 
 
 KEEP_MASK = Mask(None)  # the bits in the wrapper's buffer: engines copy them there
@@ -121,7 +121,8 @@ class KvIndices:
                 f"{name} has shape {tuple(indices.shape)} and dtype {dtype}: pass int32 or int64 of one dimension."
             )
         if count < end and (end < 2**31 or first == end):  # otherwise the planner reports the error
-            raise PlanError(f"{name} has {count} entries but the indptr ends at {end}: pass every page number.")
+            indptr = name.replace("indices", "indptr")
+            raise PlanError(f"{name} has {count} entries but {indptr} ends at {end}: pass every page number.")
         if self.buffer is not None and self.buffer.shape[0] < end < 2**31:
             raise PlanError(
                 f"{name} has {end} entries but the wrapper's indices buffer holds {self.buffer.shape[0]}. "
@@ -224,6 +225,8 @@ def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
         return -1
     used = indices if first == 0 and end == indices.shape[0] else indices[first:end]
     if used.is_cpu:  # numpy, as torch's threads wait milliseconds for each other on a busy machine
+        if not used.numel():  # an indptr beyond 31 bits, which the planner reports
+            return -1
         numbers = used.numpy()
         least, most = int(numbers.min()), int(numbers.max())
     else:

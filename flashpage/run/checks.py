@@ -127,9 +127,11 @@ def views_of(cache: Cache, options: Options, kv_layout: str) -> tuple[kv_view.Vi
     return kv_view.ragged_view(k, kv_layout, "k"), kv_view.ragged_view(v, kv_layout, "v")
 
 
-def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, kv_end: int) -> int:
+def check_cache(
+    cache: Cache, options: Options, kv_layout: str, max_page: int, kv_end: int, names: tuple[str, str]
+) -> int:
     """Checks K and V against the plan, whose page numbers reach `max_page` (ragged: whose tokens end at `kv_end`);
-    returns their heads."""
+    returns their heads. `names`: the caller's for indptr and page numbers."""
     k, v = views_of(cache, options, kv_layout)
     if options.is_paged:
         name = "ckv_cache" if options.is_latent else "paged_kv_cache"
@@ -140,7 +142,7 @@ def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, k
             )
         if max_page >= k.num_pages:
             raise RunError(
-                f"{name} has {k.num_pages} pages but the plan's page numbers reach {max_page}. "
+                f"{name} has {k.num_pages} pages but the plan's {names[1]} reach {max_page}. "
                 "Pass the cache that they index, or plan with its own."
             )
     else:
@@ -150,10 +152,13 @@ def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, k
                 "they must have the same tokens and heads."
             )
         if k.num_pages < kv_end:
-            raise RunError(f"k has {k.num_pages} tokens but the plan's kv_indptr ends at {kv_end}: pass all of them.")
+            raise RunError(f"k has {k.num_pages} tokens but the plan's {names[0]} ends at {kv_end}: pass all of them.")
+    cache_name = "paged_kv_cache's " if options.kv_source == "paged" else ""
     for name, view, dim in zip(options.halves, (k, v), options.half_dims, strict=True):
         if view.head_dim != dim:
-            raise RunError(f"{name} has a head dimension of {view.head_dim} but the plan is for {dim}: plan with it.")
+            raise RunError(
+                f"{cache_name}{name} has a head dimension of {view.head_dim} but the plan is for {dim}: plan with it."
+            )
     return k.num_heads
 
 
@@ -203,11 +208,13 @@ def check_places(
     if bool(wrong.any()):
         i = int(wrong.nonzero()[0])
         raise RunError(
-            f"positions: {int(places[i])} of request {int(requests[i])} lies outside the pages in kv_indptr. "
+            f"positions: {int(places[i])} of request {int(requests[i])} lies outside the pages in kv_indptr and "
+            f"kv_indices ({kv_indices.shape[0]} entries). "
             "Allocate its pages before appending."
         )
     used = kv_indices[pages]
     if bool(((used < 0) | (used >= k.num_pages)).any()):
         raise RunError(
-            f"kv_indices reaches {int(used.max())} (least {int(used.min())}) but the cache has {k.num_pages} pages."
+            f"kv_indices reaches {int(used.max())} (least {int(used.min())}) but paged_kv_cache has "
+            f"{k.num_pages} pages: pass numbers of its pages."
         )

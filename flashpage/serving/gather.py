@@ -38,6 +38,7 @@ def gather_slots(
     """
     page_size = checks.whole("page_size", page_size, 1, error=RunError)
     batch = checks.tensor(rows, "rows", RunError).numel()
+    checks.tensor(table, "table", RunError)
     given = {"table": table, "rows": rows, "indptr": indptr, "indices": indices}
     if starts is not None:
         given["starts"] = starts

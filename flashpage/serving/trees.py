@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+from ..base import checks
+from ..base.errors import PlanError
 
 
 def tree_mask(parents: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> torch.Tensor:
@@ -23,7 +27,7 @@ def tree_mask(parents: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> torc
             f"parents has {len(parents)} requests but seq_lens has {len(seq_lens)}: pass the same requests."
         )
     masks = []
-    for request, (of_request, seq_len) in enumerate(zip(parents, seq_lens, strict=True)):
+    for request, (of_request, seq_len) in enumerate(_requests(parents, seq_lens)):
         known = seq_len - len(of_request)
         if known < 0:
             raise ValueError(
@@ -33,9 +37,25 @@ def tree_mask(parents: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> torc
         mask[:, :known] = True
         for i, parent in enumerate(of_request):
             if not -1 <= parent < i:
-                raise ValueError(f"parents[{request}][{i}]={parent} must be -1 or an earlier guess, below {i}.")
+                raise PlanError(f"parents[{request}][{i}]={parent} must be -1 or an earlier guess, below {i}.")
             if parent >= 0:
                 mask[i] |= mask[parent]
             mask[i, known + i] = True
         masks.append(mask.flatten())
     return torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool, device="cpu")
+
+
+def _requests(parents: Any, seq_lens: Any) -> list[tuple[list[int], int]]:
+    """The checked guesses and length of each request."""
+    for name, value in (("parents", parents), ("seq_lens", seq_lens)):
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise PlanError(f"{name}={checks.shown(value)} is a {type(value).__name__}: pass a list of each request's.")
+    if len(parents) != len(seq_lens):
+        raise PlanError(f"parents has {len(parents)} requests and seq_lens {len(seq_lens)}: pass one of each.")
+    found = []
+    for i, (guesses, seq_len) in enumerate(zip(parents, seq_lens, strict=True)):
+        if not isinstance(guesses, Sequence) or isinstance(guesses, str):
+            raise PlanError(f"parents[{i}]={checks.shown(guesses)} is a {type(guesses).__name__}: pass a list.")
+        numbers = [checks.whole(f"parents[{i}][{j}]", parent, -(2**31)) for j, parent in enumerate(guesses)]
+        found.append((numbers, checks.whole(f"seq_lens[{i}]", seq_len, len(numbers))))
+    return found

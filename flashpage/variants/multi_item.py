@@ -20,6 +20,11 @@ _MASK = (
 )
 
 
+def is_zero(value: Any) -> bool:
+    """Whether a value is the number 0; a tensor is not compared."""
+    return value.__class__ is int and value == 0
+
+
 class ItemArguments(NamedTuple):
     """The arguments in the form that plan takes."""
 
@@ -30,7 +35,7 @@ class ItemArguments(NamedTuple):
 
     def is_given(self) -> bool:
         tensors = (self.prefix_len, self.token_pos, self.max_item_len)
-        return bool(self.token_pos_len) or any(tensor is not None for tensor in tensors)
+        return not is_zero(self.token_pos_len) or any(tensor is not None for tensor in tensors)
 
 
 NO_ITEMS = ItemArguments()
@@ -53,6 +58,7 @@ class MultiItemMask:
 
     def set(self, given: ItemArguments, batch: int) -> Variant:
         prefix_len, token_pos, token_pos_len, max_item_len = given
+        token_pos_len = checks.whole("token_pos_in_items_len", token_pos_len, 0)
         for name, value in (("prefix_len_ptr", prefix_len), ("token_pos_in_items_ptr", token_pos)):
             if value is None:
                 raise PlanError(f"{name}=None: multi-item scoring needs prefix_len_ptr and token_pos_in_items_ptr.")

@@ -71,9 +71,14 @@ class Variant:
                 raise VariantError(f"{names[1]} is {type(text).__name__}, expected the text of a C++ expression")
             if function is not None and text:
                 raise VariantError(f"{names[0]} and {names[1]} are both given: give one of them")
+        for name, values in (("tensors", tensors), ("scalars", scalars)):
+            if values is not None and not isinstance(values, Mapping):
+                raise VariantError(f"{name} is {type(values).__name__}, expected a mapping from names to values")
         self.score_mod, self.mask_mod = score_mod, mask_mod
         self.logit, self.mask = logit, mask
         self.tensors, self.scalars = dict(tensors or {}), dict(scalars or {})
+        for name, text in (("logit", logit), ("mask", mask)):
+            _stage(name, text, tuple(self.tensors))
         self._trace: Any = None
 
     def traced(self) -> TracedVariant:

@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..base import checks, env, kv_view, tensor_memory
-from ..base.errors import RunError
+from ..base.errors import FlashpageError, RunError
 from ..plan.lengths import batch_of
 from . import operators
 
@@ -49,7 +49,8 @@ def append_paged_kv_cache(
         if tensor.shape != (nnz, view.num_heads, view.head_dim) or tensor.dtype != cache[0].dtype:
             raise RunError(
                 f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}. "
-                f"The cache takes {(nnz, view.num_heads, view.head_dim)} of {cache[0].dtype}: convert it first."
+                f"paged_kv_cache takes {(nnz, view.num_heads, view.head_dim)} of {cache[0].dtype}, with the rows of "
+                "append_key: convert it first."
             )
     for tensor in cache:
         tensor_memory.check_written(tensor, "paged_kv_cache", RunError)
@@ -59,19 +60,22 @@ def append_paged_kv_cache(
             raise RunError(
                 f"{name} has dtype {tensor.dtype} but another part of the cache has {cache[0].dtype}: pass equal types."
             )
-    checks.tensor(kv_indptr, "kv_indptr", RunError)
-    batch = kv_indptr.numel() - 1
+    batch = batch_of(kv_indptr, "kv_indptr")
     indices = [
         _index(tensor, name, length, device)
         for name, tensor, length in (
             ("batch_indices", batch_indices, nnz),
             ("positions", positions, nnz),
             ("kv_indices", kv_indices, None),
-            ("kv_indptr", kv_indptr, batch + 1),
-            ("kv_last_page_len", kv_last_page_len, batch),
+            ("kv_indptr", kv_indptr, None),
         )
     ]
-    operators.call("append_paged_kv_cache", append_key, append_value, *indices[:4], cache, kv_layout)
+    if _index(kv_last_page_len, "kv_last_page_len", None, device).shape[0] != batch:
+        raise RunError(
+            f"kv_last_page_len has {kv_last_page_len.shape[0]} entries but kv_indptr has {batch} requests: "
+            "pass one entry for each."
+        )
+    operators.call("append_paged_kv_cache", append_key, append_value, *indices, cache, kv_layout)
 
 
 def append_paged_mla_kv_cache(
@@ -103,7 +107,12 @@ def append_paged_mla_kv_cache(
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass {shape}.")
     cache = (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2))
     places = (batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
-    append_paged_kv_cache(append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), *places)
+    try:
+        append_paged_kv_cache(append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), *places)
+    except FlashpageError as error:
+        names = {"paged_kv_cache": "ckv_cache and kpe_cache", "append_key": "append_ckv", "append_value": "append_kpe"}
+        error.use_names(names | {"paged_kv_cache[0]": "ckv_cache", "paged_kv_cache[1]": "kpe_cache"})
+        raise
 
 
 def get_batch_indices_positions(
@@ -126,7 +135,10 @@ def get_batch_indices_positions(
     """
     batch = batch_of(append_indptr, "append_indptr")
     if checks.tensor(seq_lens, "seq_lens", RunError).shape != (batch,):
-        raise RunError(f"seq_lens has shape {tuple(seq_lens.shape)}: pass one length for each request, [{batch}].")
+        raise RunError(
+            f"seq_lens has shape {tuple(seq_lens.shape)} but append_indptr has {batch} requests: "
+            f"pass one length for each, [{batch}]."
+        )
     checks.same_device(seq_lens, append_indptr.device, "seq_lens", RunError)
     for name, tensor in (("append_indptr", append_indptr), ("seq_lens", seq_lens)):
         if tensor.dtype not in (torch.int32, torch.int64):
@@ -150,11 +162,11 @@ def get_batch_indices_positions(
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
     """Tokens of each request, [batch], from its pages: kv_indptr [batch + 1] and kv_last_page_len [batch]."""
-    checks.tensor(kv_indptr, "kv_indptr", RunError)
-    batch = kv_indptr.numel() - 1
+    batch = batch_of(kv_indptr, "kv_indptr")
     if checks.tensor(kv_last_page_len, "kv_last_page_len", RunError).shape != (batch,):
         raise RunError(
-            f"kv_last_page_len has shape {tuple(kv_last_page_len.shape)}: pass one entry a request, [{batch}]."
+            f"kv_last_page_len has shape {tuple(kv_last_page_len.shape)} but kv_indptr has {batch} requests: "
+            f"pass one entry for each, [{batch}]."
         )
     checks.same_device(kv_last_page_len, kv_indptr.device, "kv_last_page_len", RunError)
     for name, tensor in (("kv_indptr", kv_indptr), ("kv_last_page_len", kv_last_page_len)):

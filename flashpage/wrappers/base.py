@@ -22,12 +22,12 @@ from .. import native
 from ..base import checks
 from ..base.errors import PlanError, RunError
 from ..base.unique import Unique
-from ..kernels.options import OptionOverride, Options, RunOptions
+from ..kernels.options import OptionOverride, Options, RunOptions, check_rope, check_scale
 from ..native import fastcall
 from ..plan.batch import NO_BOUNDS, Longest
 from ..plan.bounds import workspace_bounds
 from ..plan.device_lengths import TableLengths
-from ..plan.lengths import Given, Lengths, Names, batch_of, to_host
+from ..plan.lengths import Given, Lengths, Names, batch_of, check_numbers, to_host, wrong_shape
 from ..plan.option_plan import OptionPlan
 from ..plan.page_indices import KEEP_MASK, GivenPages, Mask
 from ..plan.session import Planner, current_stream
@@ -180,12 +180,17 @@ class Attention(Unique):
 
     def workspace_size(self, lengths: Lengths, options: Options) -> tuple[int, int]:
         """Bytes of the float and of the int workspace that suffice for this batch and every smaller one."""
-        for name, tensor in zip(self.session.batch.names, lengths, strict=False):
+        names = self.session.batch.names
+        for name, tensor in zip(names, lengths, strict=False):
             if tensor is not None:
-                checks.tensor(tensor, name, PlanError)
-        q_indptr, kv_indptr, _, kv_lens = to_host(lengths)
-        batch = batch_of(kv_indptr, self.session.batch.names[1])
+                check_numbers(tensor, name)
+        host = to_host(lengths)
+        q_indptr, kv_indptr, _, kv_lens = host
+        batch = batch_of(kv_indptr, names[1])
         assert kv_indptr is not None
+        for i, tensor in enumerate(host):
+            if tensor is not None and tensor.shape != (batch + (i < 2),):
+                raise wrong_shape(tensor, batch + (i < 2), names[i], names[1])
         total_q = options.uniform_q_len * batch if q_indptr is None else int(q_indptr[-1])
         if kv_lens is None:
             total_kv = int(kv_indptr[-1] - kv_indptr[0]) * max(1, options.page_size)
@@ -322,7 +327,12 @@ class Attention(Unique):
         combination = self._judge(values, tensors)
         key = (combination, values, *(geometry(t) for t in flat(tensors)))
         bindings = self._local.bindings
-        bound = bindings.get(key)
+        try:
+            bound = bindings.get(key)
+        except TypeError:  # a value that cannot be hashed is no number
+            check_scale(values.sm_scale, 1)
+            check_rope(values.rope_scale, values.rope_theta)
+            raise
         if bound is None:
             if len(bindings) >= _MOST_BINDINGS:
                 bindings.clear()
@@ -340,11 +350,15 @@ class Attention(Unique):
         """Checks shapes, dtypes and devices of a run against the plan; returns the set of options that it needs."""
         session, options = self.session, self.options
         q = check_run_tensors(tensors, options, self.device)
-        num_kv_heads = check_cache(tensors.cache, options, self.kv_layout, session.indices.max_page, session.kv_end)
+        lengths = session.batch.names
+        names = (lengths.kv_indptr, lengths.indices if session.batch.tables is None else "block_tables")
+        reach = (session.indices.max_page, session.kv_end)
+        num_kv_heads = check_cache(tensors.cache, options, self.kv_layout, *reach, names)
         heads = check_run_heads(q.shape[1], num_kv_heads, options)
         rows = session.total_q
         if q.shape[0] != rows and not (session.is_graph and q.shape[0] > rows):
-            raise RunError(f"q has {q.shape[0]} rows but the plan is for {rows}: plan again for this batch.")
+            by = f" by {lengths.q_indptr}" if not options.uniform_q_len else ""
+            raise RunError(f"q has {q.shape[0]} rows but the plan is for {rows}{by}: plan again for this batch.")
         for name, found, shape, dtype in (
             ("out", tensors.out, (*q.shape[:2], options.head_dim_vo), self.out_dtype),
             ("lse", tensors.lse, tuple(q.shape[:2]), torch.float32),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..base.errors import PlanError, RunError
+from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.unique import Unique
 from ..kernels.options import checked_values
 from ..plan.lengths import Lengths, Names, all_to_host, batch_of
@@ -16,6 +16,16 @@ from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
 from .base import Attention
 from .plan_arguments import Checked, PrefillArguments
+
+# The callers' names for the inner ones.
+NAMES = {"paged_kv_cache[0]": "k", "paged_kv_cache[1]": "v", "paged_kv_cache's k": "k", "paged_kv_cache's v": "v"}
+NAMES |= {
+    "q_scale": "scale_q",
+    "k_scale": "scale_k",
+    "v_scale": "scale_v",
+    "custom_mask": "mask",
+    "packed_custom_mask": "packed_mask",
+}
 
 
 class BlockSparseAttentionWrapper(Unique):
@@ -99,7 +109,7 @@ class BlockSparseAttentionWrapper(Unique):
             "paged",
             num_qo_heads,
             num_kv_heads,
-            head_dim,
+            checks.whole("head_dim", head_dim, 1),
             C,
             has_mask=custom_mask is not None,
             causal=causal,
@@ -114,7 +124,11 @@ class BlockSparseAttentionWrapper(Unique):
             o_data_type=o_data_type,
         )
         pages = Pages(indices, non_blocking=non_blocking)
-        self._attention.plan(Lengths(qo_indptr, indptr), pages, *self._checked.of(arguments), custom_mask)
+        try:
+            self._attention.plan(Lengths(qo_indptr, indptr), pages, *self._checked.of(arguments), custom_mask)
+        except FlashpageError as error:
+            error.use_names(NAMES)
+            raise
         self._values = self._attention.values
         if (last := self._attention.session.indices.max_page) * C >= max(N, 1):
             self._attention.session.invalidate()
@@ -157,8 +171,12 @@ class BlockSparseAttentionWrapper(Unique):
             pages.append(tensor.unflatten(0, (self.N // self.C, self.C)))
         scales = NO_SCALES if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         cache = tuple(pages)
-        run = self._attention.run_of(lse_mode)
-        return run(q, cache, out, lse, return_lse, self._values, scales, enable_pdl=enable_pdl)
+        try:
+            run = self._attention.run_of(lse_mode)
+            return run(q, cache, out, lse, return_lse, self._values, scales, enable_pdl=enable_pdl)
+        except FlashpageError as error:
+            error.use_names(NAMES)
+            raise
 
     def forward(
         self,

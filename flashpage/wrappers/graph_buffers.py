@@ -7,6 +7,7 @@ import torch
 from ..base import checks, tensor_memory
 from ..base.errors import PlanError
 from ..plan.capacity import Capacity
+from ..plan.lengths import check_numbers
 from .base import Attention
 
 # Graph buffers by kind: numbers of requests, page numbers, or a mask's.
@@ -30,6 +31,7 @@ def take_graph_buffers(
 ) -> None:
     """Kernels read the plan, page numbers and mask bits; the other buffers fix the batch if no capacity does."""
     session = attention.session
+    counts: dict[str, int] = {}  # requests that a buffer is for
     if capacity is not None:
         session.use_capacity(capacity)
     for name, buffer in buffers.items() if session.is_graph else ():
@@ -43,8 +45,11 @@ def take_graph_buffers(
         checks.tensor(buffer, name, PlanError)
         checks.same_device(buffer, attention.device, name, PlanError)
         tensor_memory.address(buffer, name, PlanError)
-        if not buffer.is_contiguous():
-            raise PlanError(f"{name} has strides {tuple(buffer.stride())}: pass a contiguous tensor.")
+        if buffer.dim() != 1 or not buffer.is_contiguous():
+            found = f"shape {tuple(buffer.shape)} and strides {tuple(buffer.stride())}"
+            raise PlanError(f"{name} has {found}: pass one dimension, contiguous.")
+        if kind in ("indptr", "requests"):
+            check_numbers(buffer, name)
         if kind == "indices":
             if buffer.dtype != torch.int32:
                 raise PlanError(f"{name} has dtype {buffer.dtype}: pass int32, which captured kernels read.")
@@ -52,14 +57,9 @@ def take_graph_buffers(
         elif name == "custom_mask_buf":
             session.mask.buffer = buffer
         elif kind != "mask":
-            _fix_requests(attention, name, buffer.numel() - (kind == "indptr"))
-
-
-def _fix_requests(attention: Attention, name: str, count: int) -> None:
-    batch = attention.session.batch
-    fixed = batch.fixed_requests
-    if fixed not in (None, count):
-        raise PlanError(
-            f"{name} is for {count} requests but another buffer is for {fixed}: pass buffers for one batch size."
-        )
-    batch.fix_requests(count)
+            counts[name] = buffer.numel() - (kind == "indptr")
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{name} for {count} requests" for name, count in counts.items())
+        raise PlanError(f"{found}: pass buffers for one batch size.")
+    for count in counts.values():
+        session.batch.fix_requests(count)

@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..base import checks
-from ..base.errors import PlanError, RunError
+from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.warn import warn
 from ..plan.lengths import Names
 from ..plan.page_indices import Pages
@@ -28,6 +28,8 @@ _FLAT = (
     *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe"),
     *("page_size", "causal", "sm_scale", "q_data_type", "kv_data_type", "use_profiler"),
 )
+# The callers' names for the inner interface's cache.
+_CACHES = {"k": "ckv_cache", "v": "kpe_cache", "paged_kv_cache": "ckv_cache"}
 
 
 class BatchMLAPagedAttentionWrapper(Adapter):
@@ -116,6 +118,11 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         checks.refuse_given(use_profiler=use_profiler, skip_softmax=skip_softmax)
         checks.choice("output_scale", output_scale, ("none",))
         checks.choice("scale_mode", scale_mode, ("default",))
+        checks.flag("use_sinks", use_sinks)
+        if enable_pdl is not None:
+            checks.flag("enable_pdl", enable_pdl)
+        if output_dtype is not None:
+            output_dtype = checks.dtype("output_dtype", output_dtype)
         checks.choice("query_layout", query_layout, _LAYOUTS)
         checks.choice("kv_cache_layout", kv_cache_layout, _LAYOUTS)
         self._lse_mode = "base2" if lse_mode is None else checks.choice("lse_mode", lse_mode, _LSE_MODES)
@@ -209,8 +216,17 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         checks.refuse_given(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
         q = _joined(_pair("query", query, q_nope=q_nope, q_pe=q_pe))
         cache = _pair("kv_cache", kv_cache, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+        return_lse = checks.flag("return_lse", return_lse, RunError)
+        if return_lse_base_on_e is not False:
+            checks.flag("return_lse_base_on_e", return_lse_base_on_e, RunError)
         run = self._attention.run_of("basee" if return_lse_base_on_e or self._lse_mode == "basee" else "base2")
-        return run(q, cache if len(cache) > 1 else cache[0], out, lse, return_lse, self._now, NO_SCALES, sinks)
+        try:
+            return run(q, cache if len(cache) > 1 else cache[0], out, lse, return_lse, self._now, NO_SCALES, sinks)
+        except FlashpageError as error:
+            error.use_names({"q": "q_nope and q_pe"} if query is None else {"q": "query"})
+            packed = dict.fromkeys((*_CACHES, *_CACHES.values()), "kv_cache")
+            error.use_names(_CACHES if kv_cache is None else packed)
+            raise
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -237,6 +253,8 @@ def _pair(name: str, whole: torch.Tensor | None, **parts: torch.Tensor | None) -
     first, second = (checks.tensor(part, part_name, RunError) for part_name, part in parts.items())
     if first.dim() != 3 or second.shape[:-1] != first.shape[:-1]:
         raise RunError(f"{names} have shapes {tuple(first.shape)} and {tuple(second.shape)}: pass equal leading sizes.")
+    if first.dtype != second.dtype:
+        raise RunError(f"{names} have dtypes {first.dtype} and {second.dtype}: pass equal types.")
     return (first, second) if second.shape[-1] else (first,)
 
 

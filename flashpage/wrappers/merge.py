@@ -161,7 +161,7 @@ def check_states(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str, dim
     if s.shape != v.shape[:-1] or s.dtype != torch.float32:
         raise RunError(
             f"{s_name} has shape {tuple(s.shape)} and dtype {s.dtype}: "
-            f"pass one float32 LSE for each row and head, {tuple(v.shape[:-1])}."
+            f"pass one float32 LSE for each row and head of {v_name}, {tuple(v.shape[:-1])}."
         )
     if v.device.type not in ("cpu", "cuda"):
         raise RunError(f"{v_name} is on {v.device}: pass tensors on the CPU or on a CUDA device.")

@@ -9,6 +9,7 @@ import torch
 from ..base import checks
 from ..base.errors import PlanError
 from ..base.unique import Unique
+from ..kernels.options import check_soft_cap
 from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES
@@ -30,7 +31,7 @@ class BatchAttention(Unique):
     """
 
     def __init__(self, kv_layout: str = "NHD", device: Any = "cuda") -> None:
-        device = torch.device(device)
+        device = checks.device(device)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise PlanError(f"device={str(device)!r}: torch finds no CUDA device here; pass device='cpu'.")
         if device.type == "cuda" and device.index is None:
@@ -77,8 +78,8 @@ class BatchAttention(Unique):
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
-        if use_profiler:
-            checks.refuse("use_profiler", use_profiler)
+        if use_profiler is not False:
+            checks.refuse_given(use_profiler=use_profiler)
         arguments = PrefillArguments(
             "paged",
             num_qo_heads,
@@ -126,8 +127,8 @@ class BatchAttention(Unique):
         if not (profiler_buffer is kv_cache_sf is None):
             checks.refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         values = self._attention.values
-        if logits_soft_cap:
-            values = values._replace(logits_soft_cap=checks.real("logits_soft_cap", logits_soft_cap))
+        if (logits_soft_cap.__class__ is not float or logits_soft_cap) and (cap := check_soft_cap(logits_soft_cap)):
+            values = values._replace(logits_soft_cap=cap)
         scales = NO_SCALES if k_scale is v_scale is None else (None, k_scale, v_scale)
         run = self._attention.run_of(lse_mode)
         found: tuple[torch.Tensor, torch.Tensor] = run(q, kv_cache, out, lse, True, values, scales)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..base.errors import RunError
+from ..base.errors import FlashpageError, RunError
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
-from ..plan.lengths import Lengths
+from ..plan.lengths import Lengths, check_numbers
 from ..run.checks import NO_SCALES
 from .adapter import Adapter
 from .base import DECODE
@@ -189,6 +189,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         given = bound.arguments
         arguments = DecodeArguments(**{name: given[name] for name in DecodeArguments._fields if name in given})
         lengths = Lengths(None, given["indptr"], given["last_page_len"], given["seq_lens"])
+        for name in ("indices", "block_tables"):  # their sizes follow from the lengths
+            if given[name] is not None:
+                check_numbers(given[name], name)
         return self._attention.workspace_size(lengths, arguments.checked()[0])
 
     def plan_on_device(
@@ -290,7 +293,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
 
     def _check_q_len(self, q_len_per_req: int | None) -> None:
         self._attention.require_plan("run")
-        if q_len_per_req is not None and q_len_per_req != self._options.uniform_q_len:
+        if q_len_per_req is None:
+            return
+        if checks.whole("q_len_per_req", q_len_per_req, 1, error=RunError) != self._options.uniform_q_len:
             raise RunError(
                 f"q_len_per_req={q_len_per_req} but the plan is for {self._options.uniform_q_len}: pass it to plan."
             )
@@ -342,15 +347,20 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         kv_layout: str = "NHD",
         use_tensor_cores: bool = False,
     ) -> None:
-        super().__init__(
-            workspace_buffer,
-            kv_layout,
-            use_cuda_graph=True,
-            use_tensor_cores=use_tensor_cores,
-            paged_kv_indptr_buffer=indptr_buffer,
-            paged_kv_indices_buffer=indices_buffer,
-            paged_kv_last_page_len_buffer=last_page_len_buffer,
-        )
+        try:
+            super().__init__(
+                workspace_buffer,
+                kv_layout,
+                use_cuda_graph=True,
+                use_tensor_cores=use_tensor_cores,
+                paged_kv_indptr_buffer=indptr_buffer,
+                paged_kv_indices_buffer=indices_buffer,
+                paged_kv_last_page_len_buffer=last_page_len_buffer,
+            )
+        except FlashpageError as error:
+            names = {f"paged_kv_{name}": name for name in ("indptr_buffer", "indices_buffer", "last_page_len_buffer")}
+            error.use_names(names | {"float_workspace_buffer": "workspace_buffer"})
+            raise
 
 
 def fast_decode_plan(
@@ -383,8 +393,6 @@ def fast_decode_plan(
     """
     given: dict[str, Any] = dict(locals())
     del given["self"], given["global_override_indptr_cpu"]
-    if q_data_type is None:
-        given["q_data_type"] = "float16" if data_type is None else data_type
     if global_override_indptr_cpu is not None:
         given["indptr"] = global_override_indptr_cpu
     type(self).plan(self, **given)

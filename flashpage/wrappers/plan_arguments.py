@@ -60,9 +60,7 @@ class DecodeArguments(NamedTuple):
         """The options, and the run-time values that runs use by default."""
         checks.refuse_given(window_right=self.window_right)
         rows = checks.whole("q_len_per_req", self.q_len_per_req, 1)
-        q_data_type = self.q_data_type
-        if q_data_type is None:
-            q_data_type = "float16" if self.data_type is None else self.data_type
+        q_data_type, kv_data_type = types_of(self.q_data_type, self.kv_data_type, self.data_type)
         options = check_options(
             kv_source="paged",
             num_qo_heads=self.num_qo_heads,
@@ -71,7 +69,7 @@ class DecodeArguments(NamedTuple):
             head_dim_vo=None,
             page_size=self.page_size,
             q_data_type=q_data_type,
-            kv_data_type=self.data_type if self.kv_data_type is None else self.kv_data_type,
+            kv_data_type=kv_data_type,
             o_data_type=self.o_data_type,
             causal=rows > 1,
             window_left=self.window_left,
@@ -158,7 +156,7 @@ class LatentArguments(NamedTuple):
         ckv = checks.whole("head_dim_ckv", self.head_dim_ckv, 1)
         options = check_options(
             kv_source="latent",
-            num_qo_heads=self.num_heads,
+            num_qo_heads=checks.whole("num_heads", self.num_heads, 1),
             num_kv_heads=1,
             head_dim_qk=ckv + checks.whole("head_dim_kpe", self.head_dim_kpe, 0),
             head_dim_vo=ckv,
@@ -180,6 +178,15 @@ class LatentArguments(NamedTuple):
 
 
 Arguments: TypeAlias = DecodeArguments | PrefillArguments | LatentArguments
+
+
+def types_of(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any, Any]:
+    """The types of q and of the cache; `data_type` stands for each that is None."""
+    if data_type is not None:
+        data_type = checks.dtype("data_type", data_type)
+    if q_data_type is None:
+        q_data_type = "float16" if data_type is None else data_type
+    return q_data_type, data_type if kv_data_type is None else kv_data_type
 
 
 def _values(given: DecodeArguments | PrefillArguments, options: Options, causal: bool) -> RunOptions:

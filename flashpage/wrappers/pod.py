@@ -9,14 +9,24 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..base.errors import PlanError, RunError
+from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.unique import Unique
-from ..plan.lengths import Lengths, all_to_host
+from ..plan.lengths import Lengths, Names, all_to_host
 from ..plan.page_indices import NO_PAGES, Mask, Pages, kept
 from .base import DECODE, RAGGED, Attention
 from .graph_buffers import take_graph_buffers
-from .plan_arguments import Checked, DecodeArguments, PrefillArguments
+from .plan_arguments import Checked, DecodeArguments, PrefillArguments, types_of
 from .planned_by_runs import PlannedByRuns
+
+# The callers' names: a suffix says which side an argument is for.
+_PREFILLS = Names("qo_indptr_p", "kv_indptr_p", "last_page_len_p", "seq_lens", "kv_indices_p")
+_DECODES = Names("qo_indptr_d", "kv_indptr_d", "last_page_len_d", "seq_lens", "kv_indices_d")
+_OPTIONS = ("causal", "pos_encoding_mode", "sm_scale", "window_left", "rope_scale", "rope_theta")
+_OF_PREFILL = {name: f"{name}_p" for name in ("q", "k", "v", "paged_kv_cache", "packed_custom_mask", *_OPTIONS)}
+_OF_PREFILL |= {"head_dim_qk": "head_dim of q_p", "head_dim_vo": "head_dim of v_p", "custom_mask": "custom_mask_p"}
+_OF_DECODE = {name: f"{name}_d" for name in ("q", "paged_kv_cache", *_OPTIONS)}
+_OF_DECODE |= {"k": "paged_kv_cache_d's k", "v": "paged_kv_cache_d's v"}
+_OF_PAGED_PREFILL = _OF_PREFILL | {"k": "paged_kv_cache_p's k", "v": "paged_kv_cache_p's v"}
 
 
 class PODWithPagedKVCacheWrapper(Unique):
@@ -56,9 +66,8 @@ class PODWithPagedKVCacheWrapper(Unique):
         }
         take_graph_buffers(self._decode, None, buffers)
         self._checked = Checked(self._decode.session)
-        self._prefills = {
-            layout: PlannedByRuns(self._maker(layout)) for layout in checks.LAYOUTS
-        }  # by the layout of k_p and v_p
+        # By the layout of k_p and v_p.
+        self._prefills = {layout: PlannedByRuns(self._maker(layout)) for layout in checks.LAYOUTS}
 
     def _maker(self, layout: str) -> Callable[[], Attention]:
         workspaces, owner = self._decode.session.workspaces, type(self).__name__
@@ -175,44 +184,46 @@ class PODWithPagedKVCacheWrapper(Unique):
             packed_custom_mask_d=packed_custom_mask_d,
             use_fp16_qk_reduction=use_fp16_qk_reduction,
         )
-        if checks.layout(kv_layout_d, RunError) != self._kv_layout and kv_layout_d != "NHD":
+        if checks.layout(kv_layout_d, RunError, "kv_layout_d") != self._kv_layout and kv_layout_d != "NHD":
             raise RunError(
                 f"kv_layout_d={kv_layout_d!r} but the wrapper has {self._kv_layout!r}: make another wrapper for it."
             )
         self._decode.require_plan("run")
-        mask = Mask.of(custom_mask_p, packed_custom_mask_p)
-        prefill = self._plan_prefill(
-            *(q_p, k_p, v_p, checks.layout(kv_layout_p, RunError), mask),
-            {
-                "causal": causal_p,
-                "pos_encoding_mode": pos_encoding_mode_p,
-                "sm_scale": sm_scale_p,
-                "window_left": window_left_p,
-                "rope_scale": rope_scale_p,
-                "rope_theta": rope_theta_p,
-            },
-        )
+        options = (causal_p, pos_encoding_mode_p, sm_scale_p, window_left_p, rope_scale_p, rope_theta_p)
+        try:
+            mask = Mask.of(custom_mask_p, packed_custom_mask_p)
+            prefill = self._plan_prefill(q_p, k_p, v_p, kv_layout_p, mask, dict(zip(_OPTIONS, options, strict=True)))
+            out_p = prefill.run(q_p, (k_p, v_p), enable_pdl=enable_pdl)
+        except FlashpageError as error:
+            error.use_names(_OF_PREFILL)
+            raise
+        checks.flag("causal_d", causal_d, RunError)
         given = {"sm_scale": sm_scale_d, "rope_scale": rope_scale_d, "rope_theta": rope_theta_d}
         changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if window_left_d != -1:
+        if checks.whole("window_left_d", window_left_d, -(2**31), error=RunError) != -1:
             changed["window_left"] = window_left_d
         if pos_encoding_mode_d != "NONE":
             changed["pos_encoding_mode"] = pos_encoding_mode_d
-        out_p = prefill.run(q_p, (k_p, v_p), enable_pdl=enable_pdl)
         values, scales = self._decode.values._replace(**changed), (q_scale, k_scale, v_scale)
-        return out_p, self._decode.run(q_d, paged_kv_cache_d, values=values, scales=scales, enable_pdl=enable_pdl)
+        try:
+            out_d = self._decode.run(q_d, paged_kv_cache_d, values=values, scales=scales, enable_pdl=enable_pdl)
+        except FlashpageError as error:
+            error.use_names(_OF_DECODE)
+            raise
+        return out_p, out_d
 
     def _plan_prefill(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layout: str,
+        layout: Any,
         mask: Mask | None,
         options: dict[str, Any],
     ) -> Attention:
         """Plans the prefill once a step, in its first layer; a mask is read again in every layer."""
-        for name, tensor in (("q_p", q), ("k_p", k), ("v_p", v)):
+        checks.layout(layout, RunError, "kv_layout_p")
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
             if checks.tensor(tensor, name, RunError).dim() != 3:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
         token, head = (0, 1) if layout == "NHD" else (1, 0)
@@ -230,8 +241,8 @@ class PODWithPagedKVCacheWrapper(Unique):
                 q.shape[2],
                 head_dim_vo=v.shape[2],
                 has_mask=mask is not None,
-                q_data_type=q.dtype,
-                kv_data_type=k.dtype,
+                q_data_type=checks.dtype_of(q, "q", RunError),
+                kv_data_type=checks.dtype_of(k, "k", RunError),
                 **options,
             )
             prefill.plan(Lengths(q_indptr, kv_indptr), NO_PAGES, *arguments.checked(), mask)
@@ -253,11 +264,12 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
         owner = type(self).__name__
-        self._decode = Attention(float_workspace_buffer, kv_layout, owner=owner)
-        self._prefill = PlannedByRuns(lambda: Attention(float_workspace_buffer, kv_layout, owner=owner))
-        self._prefills: tuple[Lengths, Pages, PrefillArguments] | None = (
-            None  # as planned, to be planned again with a mask
+        self._decode = Attention(float_workspace_buffer, kv_layout, names=_DECODES, owner=owner)
+        self._prefill = PlannedByRuns(
+            lambda: Attention(float_workspace_buffer, kv_layout, names=_PREFILLS, owner=owner)
         )
+        # As planned, to be planned again with a mask.
+        self._prefills: tuple[Lengths, Pages, PrefillArguments] | None = None
         self._is_masked = False  # whether the prefills' present plan has a mask
 
     @property
@@ -305,27 +317,25 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         for name, tensor in given.items():
             checks.tensor(tensor, name, PlanError)
         lengths = [tensor.clone() for tensor in all_to_host(list(given.values()))]  # type: ignore[union-attr]
-        if q_data_type is None:
-            q_data_type = "float16" if data_type is None else data_type
+        q_data_type, kv_data_type = types_of(q_data_type, kv_data_type, data_type)
         arguments = PrefillArguments(
             "paged",
             num_qo_heads,
             num_kv_heads,
-            head_dim,
+            checks.whole("head_dim", head_dim, 1),
             page_size,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             q_data_type=q_data_type,
-            kv_data_type=data_type if kv_data_type is None else kv_data_type,
+            kv_data_type=kv_data_type,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
         options, values = arguments.checked()
-        prefills, decodes = Lengths(*lengths[:3]), Lengths(*lengths[3:])
-        pages = Pages(kept(kv_indices_p, "kv_indices_p"), non_blocking=non_blocking)
+        prefills, pages = Lengths(*lengths[:3]), Pages(kept(kv_indices_p, "kv_indices_p"), non_blocking=non_blocking)
         self._prefill.plan(None, lambda prefill: prefill.plan(prefills, pages, options, values))
-        self._decode.plan(decodes, Pages(kv_indices_d, non_blocking=non_blocking), options, values)
+        self._decode.plan(Lengths(*lengths[3:]), Pages(kv_indices_d, non_blocking=non_blocking), options, values)
         self._prefills, self._is_masked = (prefills, pages, arguments), False
 
     begin_forward = plan
@@ -363,24 +373,32 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         """
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._decode.require_plan("run")
-        mask = Mask.of(custom_mask_p, packed_custom_mask_p)
+        try:
+            prefill = self._planned_prefill(Mask.of(custom_mask_p, packed_custom_mask_p))
+            prefill.require_plan("run")
+            values = prefill.values._replace(causal=checks.flag("causal_p", causal_p, RunError))
+            run_p = prefill.run_of(lse_mode)
+            found_p = run_p(q_p, paged_kv_cache_p, None, None, return_lse, values, enable_pdl=enable_pdl)
+        except FlashpageError as error:
+            error.use_names(_OF_PAGED_PREFILL)
+            raise
+        scales = (q_scale, k_scale, v_scale)
+        try:
+            run_d = self._decode.run_of(lse_mode)
+            return found_p, run_d(q_d, paged_kv_cache_d, None, None, return_lse, None, scales, None, enable_pdl)
+        except FlashpageError as error:
+            error.use_names(_OF_DECODE)
+            raise
+
+    def _planned_prefill(self, mask: Mask | None) -> Attention:
+        """The prefills' plan with the mask of this run."""
         if self._prefills is not None and (mask is not None or self._is_masked):
             lengths, pages, arguments = self._prefills
             options, values = arguments._replace(has_mask=mask is not None).checked()
-            self._is_masked = True  # if the plan fails, the next run plans again
+            self._is_masked = True  # until the plan succeeds
             self._prefill.plan(None, lambda prefill: prefill.plan(lengths, pages, options, values, mask))
             self._is_masked = mask is not None
-        prefill = self._prefill.used()
-        prefill.require_plan("run")
-        given: dict[str, Any] = {"return_lse": return_lse, "enable_pdl": enable_pdl}
-        values_p, scales = (
-            prefill.values._replace(causal=checks.flag("causal_p", causal_p)),
-            (q_scale, k_scale, v_scale),
-        )
-        return (
-            prefill.run_of(lse_mode)(q_p, paged_kv_cache_p, values=values_p, **given),
-            self._decode.run_of(lse_mode)(q_d, paged_kv_cache_d, scales=scales, **given),
-        )
+        return self._prefill.used()
 
     def end_forward(self) -> None:
         """Does nothing: a plan needs no end."""

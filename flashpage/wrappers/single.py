@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..base.errors import RunError
+from ..base.errors import FlashpageError, RunError
 from ..base.memory import is_capturing
 from ..plan.lengths import Lengths
 from ..plan.page_indices import NO_PAGES, Mask
@@ -18,6 +18,9 @@ from .base import RAGGED, Attention
 from .plan_arguments import PrefillArguments
 
 _WORKSPACE_BYTES = 32 << 20
+# Arguments of the inner interface that are shapes of tensors here.
+_INNER = {"head_dim_qk": "head_dim of q", "head_dim_vo": "head_dim of v"}
+_INNER |= {"num_qo_heads": "num_heads of q", "num_kv_heads": "num_heads of k"}
 
 _local = threading.local()  # this thread's objects, by device, stream and layout
 _captured: set[Attention] = set()  # kept, as graphs outlive threads
@@ -54,12 +57,17 @@ def single_decode_with_kv_cache(
         [num_qo_heads, head_dim], with `return_lse` also [num_qo_heads] fp32, base 2 (lse_mode="basee": natural).
     """
     checks.tensor(q, "q", RunError)
+    checks.flag("use_tensor_cores", use_tensor_cores, RunError)
     if q.dim() != 2:
         raise RunError(f"q has shape {tuple(q.shape)}: pass one row, [num_qo_heads, head_dim].")
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
     options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": own}
     scales = (q_scale, k_scale, v_scale)
-    result = _run(q.unsqueeze(0), k, v, kv_layout, options, scales, (return_lse, lse_mode))
+    try:
+        result = _run(q.unsqueeze(0), k, v, kv_layout, options, scales, (return_lse, lse_mode))
+    except FlashpageError as error:
+        error.use_names(_INNER)
+        raise
     return tuple(r.squeeze(0) for r in result) if return_lse else result.squeeze(0)
 
 
@@ -116,7 +124,15 @@ def single_prefill_with_kv_cache(
         _one_of("scale_k", scale_k, "k_scale", k_scale),
         _one_of("scale_v", scale_v, "v_scale", v_scale),
     )
-    return _run(q, k, v, kv_layout, options, scales, (return_lse, lse_mode), Mask.of(custom_mask, packed_custom_mask))
+    try:
+        return _run(
+            q, k, v, kv_layout, options, scales, (return_lse, lse_mode), Mask.of(custom_mask, packed_custom_mask)
+        )
+    except FlashpageError as error:
+        given = {"q_scale": scale_q, "k_scale": scale_k, "v_scale": scale_v}
+        names = {name: f"scale_{name[0]}" for name, value in given.items() if value is not None}
+        error.use_names(names | _INNER | {"o_data_type": "o_dtype"})
+        raise
 
 
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
@@ -147,8 +163,8 @@ def _run(
         q.shape[2],
         head_dim_vo=v.shape[2],
         has_mask=mask is not None,
-        q_data_type=q.dtype,
-        kv_data_type=k.dtype,
+        q_data_type=checks.dtype_of(q, "q", RunError),
+        kv_data_type=checks.dtype_of(k, "k", RunError),
         **options,
     )
     attention = _attention(q.device, kv_layout)

@@ -59,7 +59,7 @@ def round_up(x: int, y: int) -> int:
 
 def is_float8(x: torch.Tensor) -> bool:
     """Whether the elements are e4m3 or e5m2."""
-    return x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return checks.tensor(x, "x", RunError).dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def canonicalize_torch_dtype(dtype: Any) -> torch.dtype:
@@ -72,7 +72,7 @@ def canonicalize_torch_dtype(dtype: Any) -> torch.dtype:
 
 def get_alibi_slopes(n_heads: int, device: torch.device | None = None) -> torch.Tensor:
     """ALiBi's slopes, [n_heads] fp32."""
-    return alibi_slopes(checks.whole("n_heads", n_heads, 1)).to(device or "cpu")
+    return alibi_slopes(checks.whole("n_heads", n_heads, 1)).to("cpu" if device is None else checks.device(device))
 
 
 @functools.cache
@@ -91,12 +91,14 @@ def get_device_sm_count(device: torch.device) -> int:
 
 def device_support_pdl(device: torch.device) -> bool:
     """Whether the device supports programmatic dependent launch."""
-    return torch.device(device).type == "cuda" and get_compute_capability(torch.device(device))[0] >= 9
+    device = checks.device(device)
+    return device.type == "cuda" and get_compute_capability(device)[0] >= 9
 
 
 def is_sm90a_supported(device: torch.device) -> bool:
     """Whether the device runs Hopper's own instructions."""
-    return torch.device(device).type == "cuda" and get_compute_capability(torch.device(device))[0] == 9
+    device = checks.device(device)
+    return device.type == "cuda" and get_compute_capability(device)[0] == 9
 
 
 def determine_attention_backend(device: torch.device, *_: Any, **__: Any) -> str:

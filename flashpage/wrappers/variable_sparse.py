@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..base import checks, tensor_memory
-from ..base.errors import PlanError, RunError
+from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.unique import Unique
 from ..kernels.options import check_heads, checked_values
-from ..plan.lengths import Lengths, all_to_host
+from ..plan.lengths import Lengths, Names, all_to_host, check_numbers
 from ..plan.page_indices import Pages
-from .base import PAGED, Attention
+from .base import Attention
+from .block_sparse import NAMES
 from .plan_arguments import Checked, PrefillArguments
 
 
@@ -31,7 +32,7 @@ class VariableBlockSparseAttentionWrapper(Unique):
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         checks.backend(backend)
-        names = PAGED._replace(last_page_len="")
+        names = Names("block_row_sz", "block_mask_map", "", "seq_lens", "block_mask_map")
         self._attention = Attention(float_workspace_buffer, "NHD", names=names, owner=type(self).__name__)
         self._checked = Checked()
         self._sizes = (0, 0, 0, 0, 0)  # query heads, KV heads, rows, tokens, tokens of a page
@@ -79,7 +80,7 @@ class VariableBlockSparseAttentionWrapper(Unique):
             "paged",
             num_q_heads // num_kv_heads,
             1,
-            head_dim,
+            checks.whole("head_dim", head_dim, 1),
             page,
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
@@ -142,7 +143,11 @@ class VariableBlockSparseAttentionWrapper(Unique):
                 tensor_memory.check_written(output, name, RunError)
         packed = _by_kv_head(q, num_kv_heads)
         pages = tuple(t.reshape(num_kv_heads * tokens // page, page, 1, t.shape[2]) for t in (k, v))
-        found, found_lse = run(packed, pages, return_lse=True, values=self._values, enable_pdl=enable_pdl)
+        try:
+            found, found_lse = run(packed, pages, return_lse=True, values=self._values, enable_pdl=enable_pdl)
+        except FlashpageError as error:
+            error.use_names(NAMES)
+            raise
         result = _by_query_head(found, num_kv_heads, rows)
         out = result if out is None else out.copy_(result)
         if not return_lse and lse is None:
@@ -180,9 +185,10 @@ class VariableBlockSparseAttentionWrapper(Unique):
 
 def _checked(mask: Any, rows: Any, columns: Any, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The checked arrays on the host, int64 (the mask: bool)."""
-    given = {"block_mask_map": mask, "block_row_sz": rows, "block_col_sz": columns}
-    for name, tensor in given.items():
-        checks.tensor(tensor, name, PlanError)
+    if checks.tensor(mask, "block_mask_map", PlanError).dtype not in (torch.bool, torch.uint8):
+        raise PlanError(f"block_mask_map has dtype {mask.dtype}: pass bool or uint8.")
+    check_numbers(rows, "block_row_sz")
+    check_numbers(columns, "block_col_sz")
     if rows.dim() != 2 or columns.dim() != 2 or mask.shape != (num_kv_heads, rows.shape[1], columns.shape[1]):
         raise PlanError(
             f"block_mask_map has shape {tuple(mask.shape)}, block_row_sz {tuple(rows.shape)} and block_col_sz "

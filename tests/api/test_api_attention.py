@@ -224,7 +224,7 @@ def test_errors_of_pod() -> None:
         ({"packed_custom_mask_d": torch.ones(1)}, CapabilityError, "packed_custom_mask_d"),
         ({"use_fp16_qk_reduction": True}, CapabilityError, "use_fp16_qk_reduction"),
         ({"kv_layout_d": "HND"}, RunError, "kv_layout_d='HND' but the wrapper has 'NHD'"),
-        ({"kv_layout_p": "NDH"}, RunError, "kv_layout='NDH' is unknown"),
+        ({"kv_layout_p": "NDH"}, RunError, "kv_layout_p='NDH' is unknown"),
     ):
         with pytest.raises(error, match=says):
             wrapper.run(*tensors, **options)

@@ -308,7 +308,7 @@ def test_errors() -> None:
     refused(PlanError, r"qo_indptr_arr\[0\] covers rows 0 to 4 but the last", (0, [torch.tensor([0, 4]), arrays[0][1]]))
     refused(PlanError, r"qo_indptr_arr\[0\] covers rows 1 to 5", (0, [torch.tensor([1, 5]), arrays[0][1]]))
     refused(PlanError, r"paged_kv_indptr_arr\[1\] has shape \(5,\)", (1, [arrays[1][0], arrays[1][1][1:]]))
-    refused(PlanError, r"paged_kv_last_page_len\[0\]=17 is outside", (3, [torch.tensor([17]), arrays[3][1]]))
+    refused(PlanError, r"paged_kv_last_page_len\[0\]\[0\]=17 is outside", (3, [torch.tensor([17]), arrays[3][1]]))
     refused(CapabilityError, r"pos_encoding_mode='ALIBI' is not supported with num_levels=2", pos_encoding_mode="ALIBI")
     refused(CapabilityError, r"use_fp16_qk_reduction=True", use_fp16_qk_reduction=True)
     with pytest.raises(PlanError, match=r"num_levels=0 is out of range"):
@@ -328,8 +328,8 @@ def test_errors_of_levels_that_could_be_joined() -> None:
     batch = CascadeBatch(next(case for case in CASES if case.name == "nothing-shared"))
     wrapper, arrays = wrapper_for(batch, "cpu"), batch.arrays()
     for i, change, says in (
-        (2, lambda t: t[:-1], r"paged_kv_indices has \d+ entries but the indptr ends at"),
-        (2, lambda t: t.view(1, -1), "paged_kv_indices has shape"),
+        (2, lambda t: t[:-1], r"paged_kv_indices_arr\[\d\] has \d+ entries but paged_kv_indptr_arr\[\d\] ends at"),
+        (2, lambda t: t.view(1, -1), r"paged_kv_indices_arr\[\d\] has shape"),
         (2, lambda t: t.float(), "dtype torch.float32"),
         (1, lambda t: t.flip(0), "an indptr never decreases"),
         (3, lambda t: t + 20, "is outside 1..16"),

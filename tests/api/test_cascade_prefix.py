@@ -133,10 +133,8 @@ def test_errors() -> None:
         prefix.begin(wrapper)
     with pytest.raises(RunError, match=r"no plan"):
         prefix.forward(wrapper)
-    for wanted, name in (
-        (prefix.wrapper(), "qo_indptr"),
-        (Prefix(decode_case(), 40, "cpu").wrapper(), "unique_kv_indptr"),
-    ):
+    unique = Prefix(decode_case(), 40, "cpu").wrapper()
+    for wanted, name in ((prefix.wrapper(), "qo_indptr"), (unique, "unique_kv_indptr")):
         with pytest.raises(PlanError, match=f"^{name}=None is not a tensor"):
             wanted.begin_forward(*(None,) * (4 if name == "qo_indptr" else 3), 4, 2, 64, 16)
     workspaces = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(2)]

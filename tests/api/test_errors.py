@@ -220,3 +220,10 @@ def test_masks_and_states_without_memory_are_refused() -> None:
     v, s = torch.zeros(2, 3, 64), torch.zeros(2, 3)
     with pytest.raises(RunError, match="v_a is a Wrapped"):
         operators.call("merge_state", Wrapped(v), s, v, s)
+
+
+def test_errors_take_the_callers_names() -> None:
+    """Whole words, longer names first; a name that has become part of another one is not replaced again."""
+    error = RunError("q has 3 rows but paged_kv_cache's k needs q_scale: pass paged_kv_cache[0], k or max_q.")
+    error.use_names({"q": "q_d", "k": "cache's k", "paged_kv_cache": "cache", "paged_kv_cache[0]": "K"})
+    assert str(error) == "q_d has 3 rows but cache's k needs q_scale: pass K, cache's k or max_q."

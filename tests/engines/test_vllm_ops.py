@@ -295,7 +295,7 @@ def test_torch_compile() -> None:
         (7, lambda _: 8, "block_size=8 but the caches have 16"),
         (9, lambda _: torch.ones(3), r"alibi_slopes has shape \(3,\)"),
         (10, lambda _: "int4", "kv_cache_dtype='int4' is unknown"),
-        (10, lambda _: "fp8", "kv_cache_dtype='fp8' but the cache is torch.bfloat16"),
+        (10, lambda _: "fp8", "kv_cache_dtype='fp8' but key_cache is torch.bfloat16"),
     ],
 )
 def test_errors(position: int, change: Any, says: str) -> None:
@@ -350,7 +350,7 @@ def test_scales_of_fp8_caches_are_one_value(device: str) -> None:
     rows = (torch.zeros(5, 16, 2, 64, dtype=torch.uint8, device=device),) * 2
     one = torch.ones(1, device=device)
     for scales in ((torch.ones(2, device=device), one), (one, 0.5)):
-        with pytest.raises(RunError, match="k_scale"):
+        with pytest.raises(RunError, match="[kv]_scale"):
             vllm_ops.reshape_and_cache_flash(key, value, *rows, slots, "fp8", *scales)
 
 
@@ -381,8 +381,12 @@ def test_errors_of_writes() -> None:
             (key, value, *cache, slots + 30),
             "slot_mapping reaches 90: the cache has slots 0 to 79",
         ),
-        (vllm_ops.reshape_and_cache, (key, value[:, :1], *cache, slots), r"value \(9, 1, 64\): pass \[tokens, 2, 64\]"),
-        (vllm_ops.reshape_and_cache, (key.float(), value, *cache, slots), "key has dtype torch.float32 but the cache"),
+        (
+            vllm_ops.reshape_and_cache,
+            (key, value[:, :1], *cache, slots),
+            r"value \(9, 1, 64\): key_cache and value_cache take \[tokens, 2, 64\]",
+        ),
+        (vllm_ops.reshape_and_cache, (key.float(), value, *cache, slots), "key has dtype torch.float32 but key_cache"),
         (vllm_ops.reshape_and_cache, (key, value, *cache, slots.float()), "slot_mapping has shape"),
         (vllm_ops.reshape_and_cache, (key[:4], value[:4], *cache, slots), "at most 4"),
         (vllm_ops.reshape_and_cache, (key[0], value, *cache, slots), "key has shape"),

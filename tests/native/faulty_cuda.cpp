@@ -48,6 +48,7 @@ std::atomic<int> allocations_left{-1};
 std::atomic<int> failed{-1};  // which call did
 std::atomic<int> failed_allocations{0};
 std::atomic<int> alive[num_kinds];
+std::atomic<int> failures[num_ids];  // of each function
 
 void* real_library() {
   static void* const library = [] {
@@ -62,7 +63,7 @@ bool may_fail(int id) {
   for (int end : ends) {
     if (id == end) return false;
   }
-  return id != id_get_error_name && id != id_get_error_string && id != id_init;
+  return id != id_get_error_name && id != id_get_error_string;
 }
 
 template <int id, class Function>
@@ -76,6 +77,7 @@ struct Forward<id, Result(Arguments...)> {
     if (may_fail(id)) {
       if (calls_left >= 0 && calls_left-- == 0) {
         failed = id;
+        ++failures[id];
         return injected;
       }
     }
@@ -147,3 +149,9 @@ EXPORT void faulty_fail_allocation(int after) {
 }
 EXPORT int faulty_failed_allocations() { return failed_allocations; }
 EXPORT int faulty_alive(int kind) { return alive[kind]; }
+
+// Number of the functions; and of each its name, how often it failed, and whether its calls may fail.
+EXPORT int faulty_functions() { return num_ids; }
+EXPORT const char* faulty_name(int id) { return symbols[id]; }
+EXPORT int faulty_failures(int id) { return failures[id]; }
+EXPORT int faulty_may_fail(int id) { return may_fail(id); }

@@ -7,112 +7,17 @@ driver is the fake one of tests/native/fake_cuda.cpp.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import programs
 import pytest
 import torch
 from bad_inputs.rows import equal, good_arguments
 from bad_inputs.scenes import Make, scenes
 from fake_driver import PRELUDE
-from native_build import shared_library
-
-FAULTS = """
-faulty = ctypes.CDLL(None)
-faulty.faulty_failed.restype = ctypes.c_char_p
-KINDS = ("events", "streams", "libraries", "pinned memory")
-
-# SAYS: what the error says if it does not name the call. SPARED: calls whose failure is no error, as the library has
-# another way.
-SAYS = {"cuMemHostAlloc": "allocating pinned memory", "cuLaunchKernelEx": "launching",
-        "cuTensorMapEncodeTiled": "tensor map", "cuMemcpyDtoHAsync_v2": "reading flashpage_launch",
-        "cuStreamSynchronize": "reading flashpage_launch",
-        "cuThreadExchangeStreamCaptureMode": "900"}  # the mode stays, so a capture refuses the next call
-SPARED = {"cuThreadExchangeStreamCaptureMode", "cuEventQuery", "cuOccupancyMaxActiveClusters", "cuFuncSetAttribute",
-          "cuDeviceGetCount", "cuEventSynchronize", "cuCtxGetCurrent", "cuCtxSetCurrent"}
-
-# What may stay alive: without an event to tell that its copy is done, a slot is never reused (csrc/plan/slots.cpp).
-KEPT = {("plan", "cuEventRecord"): {"events": 1, "pinned memory": 1}}
-
-def alive():
-    return {kind: faulty.faulty_alive(i) for i, kind in enumerate(KINDS)}
-
-def every_call_fails_once(name, scenario):
-    \"\"\"Runs the scenario again and again; in run n the n-th call of the driver fails.\"\"\"
-    refused = 0
-    for number in range(1000):
-        before = alive()
-        faulty.faulty_fail_call(number)
-        error = None
-        try:
-            scenario()
-        except RuntimeError as caught:
-            error = str(caught)
-        faulty.faulty_fail_call(-1)
-        failed = faulty.faulty_failed().decode()
-        for kind, count in KEPT.get((name, failed), {}).items():
-            before[kind] += count
-        assert alive() == before, f"{name}: {failed} (call {number}) leaks: {before} -> {alive()}"
-        if not failed:
-            assert error is None, error
-            break
-        if error is None:
-            assert failed in SPARED, f"{name}: {failed} (call {number}) failed without an error"
-        else:
-            refused += 1
-            assert SAYS.get(failed, failed) in error, f"{name}: {failed} (call {number}) is not named: {error!r}"
-        scenario()  # must work again
-        assert alive() == before
-    else:
-        raise AssertionError("the scenario never ends")
-    print(f"{name}: {number} calls, {refused} errors")
-    assert refused > 0
-
-def every_allocation_fails_once(name, scenario):
-    refused = 0
-    for number in range(1000):
-        before = alive()
-        faulty.faulty_fail_allocation(number)
-        error = None
-        try:
-            scenario()
-        except RuntimeError as caught:
-            error = str(caught)
-        faulty.faulty_fail_allocation(-1)
-        happened = faulty.faulty_failed_allocations()
-        assert alive() == before, f"{name}: allocation {number} leaks: {before} -> {alive()}"
-        if not happened:
-            assert error is None, error
-            break
-        refused += error is not None
-        assert error is None or "memory" in error, f"{name}: allocation {number} gives the wrong error: {error!r}"
-        scenario()
-        assert alive() == before
-    else:
-        raise AssertionError("the scenario never ends")
-    print(f"{name}: {number} allocations, {refused} errors")
-
-def status(value):
-    host.check(value)
-
-class Freed:
-    \"\"\"Frees its handles when the scenario ends, also by an error.\"\"\"
-    def __init__(self):
-        self.free = []
-    def __enter__(self):
-        return self
-    def __exit__(self, *error):
-        for function, handle in reversed(self.free):
-            function(handle)
-    def of(self, function, handle):
-        found = host.check_handle(handle)
-        self.free.append((function, found))
-        return found
-"""
+from faulty_driver import FAULTS, with_faults
 
 SCENARIOS = {
     "load": """
@@ -128,6 +33,7 @@ def scenario():
     info = host.DeviceInfo()
     status(lib.fp_cuda_device_info(1, byref(info)))
     assert info.num_sms == 116
+    assert lib.fp_cuda_device_count() in (0, 2)  # 0 if the call fails
 """,
     "plan": """
 def scenario():
@@ -187,28 +93,20 @@ def scenario():
 }
 
 
-def with_faults(code: str, *, fake: bool = True) -> str:
-    """Runs the code in a process of its own, with the faulty library preloaded; returns what it prints."""
-    preload = shared_library("faulty_cuda.cpp")
-    environment = os.environ | {"LD_PRELOAD": str(preload)}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        (os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__) + "/../support")
+def test_every_call_of_the_driver_fails_once() -> None:
+    """Of all scenarios, which together call every function of the driver that the library knows."""
+    code = [f"{scenario}\nevery_call_fails_once({name!r}, scenario)" for name, scenario in SCENARIOS.items()]
+    print(
+        with_faults(
+            "\n".join([PRELUDE, FAULTS, "names = first_calls_fail()", *code, "every_function_has_failed(names)"])
+        )
     )
-    if fake:
-        environment["LD_LIBRARY_PATH"] = str(shared_library("fake_cuda.cpp", "libcuda.so.1").parent)
-    result = programs.run(["-c", code], env=environment)
-    assert result.returncode == 0, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_call_of_the_driver_fails_once(name: str) -> None:
-    print(with_faults(PRELUDE + FAULTS + SCENARIOS[name] + f"\nevery_call_fails_once({name!r}, scenario)\n"))
-
-
-@pytest.mark.parametrize("name", ["load", "plan", "run"])
-def test_every_allocation_fails_once(name: str) -> None:
-    print(with_faults(PRELUDE + FAULTS + SCENARIOS[name] + f"\nevery_allocation_fails_once({name!r}, scenario)\n"))
+def test_every_allocation_fails_once() -> None:
+    names = ("load", "plan", "run")
+    code = [f"{SCENARIOS[name]}\nevery_allocation_fails_once({name!r}, scenario)" for name in names]
+    print(with_faults("\n".join([PRELUDE, FAULTS, *code])))
 
 
 FACTORIES = "empty zeros ones full tensor arange empty_like zeros_like full_like cat stack"

@@ -1,7 +1,7 @@
 """Differential fuzzing: random batches and options against the fp64 reference, over all wrappers, formats and backends.
 
-`make fuzz MINUTES=10` runs longer, from a new seed each time, and CI for half a minute. A row that failed is kept as a
-regression test: put what the failure prints into KEPT, with a comment that says what was wrong.
+`make fuzz MINUTES=30` runs longer, from a new seed each time, and CI for a quarter of a minute. A row that failed is
+kept as a regression test: put what the failure prints into KEPT, with a comment that says what was wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import fuzz
+import fuzz_graphs
+import fuzz_states
+import fuzz_wrappers
 import pytest
 import torch
 from cascade_batch import CascadeBatch, CascadeCase, planned
@@ -24,7 +27,6 @@ from vllm_blocks import BlockCase, Blocks
 
 from flashpage import CapabilityError, vllm_ops
 
-SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.08")) * 60  # of each strategy
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 FORMATS_OF_A_ROUND, EXAMPLES_OF_A_ROUND, LEAST_ROUNDS = 6, 40, 9
 Strategy = Callable[[list[fuzz.Format]], Any]
@@ -43,14 +45,27 @@ def check_blocks(row: BlockCase, device: str) -> None:
     found.check(out)
 
 
+# Rows of other types check themselves.
 CHECKS: dict[type, Callable[[Any, str], Any]] = {Case: run_case, CascadeCase: check_cascade, BlockCase: check_blocks}
+STRATEGIES: list[Strategy] = [fuzz.cases, fuzz.cascades, fuzz.blocks, fuzz_graphs.graphs]
+STRATEGIES += [fuzz_wrappers.pods, fuzz_wrappers.mixed, fuzz_wrappers.matrices, fuzz_wrappers.variable_matrices]
+STRATEGIES += [fuzz_states.appends, fuzz_states.merges, fuzz_wrappers.latents]
+ON_CPU = (fuzz_wrappers.latents,)  # no kernel of a card has such rows
+SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.25")) * 60 / len(STRATEGIES)  # of each
 
 KEPT: list[Any] = []
 
 
 @pytest.mark.parametrize("row", KEPT, ids=lambda row: row.name)
 def test_what_once_failed(row: Any, device: str) -> None:
-    CHECKS[type(row)](row, device)
+    check(row, device)
+
+
+def check(row: Any, device: str) -> None:
+    if type(row) in CHECKS:
+        CHECKS[type(row)](row, device)
+    else:
+        row.check(device)
 
 
 def rounds(strategy: Strategy, device: str) -> int:
@@ -81,7 +96,7 @@ def compare_rows(strategy: Strategy, device: str, number: int, end: float) -> in
         if time.monotonic() > end and compared and not has_failed:
             return
         try:
-            CHECKS[type(row)](row, device)
+            check(row, device)
         except CapabilityError:
             return  # no kernel supports this combination
         except (HypothesisException, KeyboardInterrupt):
@@ -95,8 +110,10 @@ def compare_rows(strategy: Strategy, device: str, number: int, end: float) -> in
     return compared
 
 
-@pytest.mark.parametrize("strategy", [fuzz.cases, fuzz.cascades, fuzz.blocks], ids=lambda strategy: strategy.__name__)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
 def test_random_rows(strategy: Any, device: str) -> None:
+    if strategy in ON_CPU and device != "cpu":
+        pytest.skip("no kernel of a card has such rows")
     torch.set_num_threads(1)
     compared = rounds(strategy, device)
     print(f"{strategy.__name__} on {device}: {compared} rows")

@@ -163,7 +163,7 @@ ERRORS = [
         "dtype torch.float32: pass a contiguous tensor of one dimension, int32 or int64",
     ),
     ({"seq_lens": torch.zeros((2, 1), dtype=torch.int32)}, "one dimension"),
-    ({"block_tables": torch.zeros((1, 2), dtype=torch.int32)}, r"block_tables has shape \(1, 2\): .* \[2, pages\]"),
+    ({"block_tables": torch.zeros((1, 2), dtype=torch.int32)}, r"block_tables has shape \(1, 2\) .* \[2, pages\]"),
     ({"block_tables": torch.zeros((2, 2), dtype=torch.int64)}, "block_tables has dtype torch.int64 .* pass int32"),
     ({"block_tables": torch.zeros((2, 2), dtype=torch.int32).t()}, "contiguous rows"),
     ({"block_tables": torch.tensor([[0, -7], [2, 0]], dtype=torch.int32)}, "block_tables has page -7 in use"),
@@ -192,7 +192,7 @@ def test_bad_rows() -> None:
     del given["head_dim"]
     with pytest.raises(PlanError, match="max_rows=None: pass the rows of q"):
         wrapper.plan_on_device(**given)
-    with pytest.raises(PlanError, match="qo_indptr has 4 for request 2, which is beyond max_rows=3"):
+    with pytest.raises(PlanError, match="qo_indptr has 4 for request 2, which is negative or beyond max_rows=3"):
         wrapper.plan_on_device(**given, max_rows=3)
     given["qo_indptr"] = torch.tensor([0, 3, 1], dtype=torch.int32)
     with pytest.raises(PlanError, match="qo_indptr has 1 for request 1, which is smaller than the entry before it"):
@@ -228,5 +228,5 @@ def test_tensors_may_change_after_the_plan_on_the_cpu() -> None:
 def test_page_numbers_beyond_the_cache_are_refused() -> None:
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8))
     wrapper.plan_on_device(**arguments())
-    with pytest.raises(flashpage.RunError, match="has 2 pages but the plan's page numbers reach 2"):
+    with pytest.raises(flashpage.RunError, match="has 2 pages but the plan's block_tables reach 2"):
         wrapper.run(torch.zeros(2, 4, 64), torch.zeros(2, 2, 16, 2, 64))

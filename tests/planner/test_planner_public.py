@@ -142,7 +142,7 @@ def test_tile_and_cost_may_be_given() -> None:
 def test_wrong_lengths_are_plan_errors() -> None:
     with pytest.raises(PlanError, match="kv_lens"):
         plan_lengths(None, [5, -1])
-    with pytest.raises(PlanError, match="q_indptr"):
+    with pytest.raises(PlanError, match="q_lens"):
         plan_lengths([1, -2, 5], [5, 6, 7])
 
 

@@ -46,7 +46,7 @@ WRONG = [  # arguments, and a word that the line must contain
     (("plan", "100", "--ctas", "0"), "--ctas"),
     (("plan", "100", "--head-dim", "20"), "--head-dim"),
     (("plan", "100", "--window-left", "-2"), "--window-left"),
-    (("plan", "99999999999"), "31 bits"),
+    (("plan", "99999999999"), "at most 2147483647"),
     (("plan", "100,200", "--q-lens", "1,2,3"), "--q-lens"),
     (("plan", "100", "--page-size", "-3"), "--page-size"),
     (("demo", "--requests", "0"), "--requests"),

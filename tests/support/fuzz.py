@@ -33,7 +33,8 @@ def formats(device: str, generator: random.Random, count: int) -> list[Format]:
     return [first, *generator.sample(others, min(count - 1, len(others)))]
 
 
-def _lengths(count: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
+def lengths(count: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Lengths up to `most`, often at the edges of tiles."""
     edges = st.sampled_from([n for n in EDGES if n <= most])
     return st.lists(edges | st.integers(0, most), min_size=count, max_size=count).map(tuple)
 
@@ -53,11 +54,11 @@ def cases(draw: st.DrawFn, chosen: list[Format]) -> Case:
     num_kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
     most_heads, most = (MAX_HEADS, MAX_TOKENS) if form["variant"] else (32, 1000 if count < 4 else 300)
     num_q_heads = num_kv_heads * draw(st.sampled_from([n for n in (1, 2, 4, 5, 8) if n * num_kv_heads <= most_heads]))
-    kv_lens = draw(_lengths(count, most))
+    kv_lens = draw(lengths(count, most))
     if entry in ("decode", "single_decode"):
         q_lens = (draw(st.sampled_from([1, 1, 2, 5])) if entry == "decode" else 1,) * count
     else:
-        q_lens = draw(_lengths(count, 200 if count < 4 else 70))
+        q_lens = draw(lengths(count, 200 if count < 4 else 70))
     while max(q * kv for q, kv in zip(q_lens, kv_lens, strict=True)) * count * num_q_heads > MOST_SCORES:
         kv_lens = tuple(n // 2 for n in kv_lens)
         q_lens = q_lens if entry in ("decode", "single_decode") else tuple(n // 2 for n in q_lens)
@@ -149,7 +150,7 @@ def blocks(draw: st.DrawFn, chosen: list[Format]) -> BlockCase:
     )
     return BlockCase(
         "fuzz",
-        draw(_lengths(draw(st.integers(0, 5)), 1000)),
+        draw(lengths(draw(st.integers(0, 5)), 1000)),
         num_kv_heads * draw(st.sampled_from([1, 2, 5])),
         num_kv_heads,
         draw(st.sampled_from([64, 128])),
@@ -164,5 +165,9 @@ def blocks(draw: st.DrawFn, chosen: list[Format]) -> BlockCase:
 
 def shown(row: Any) -> str:
     """A row as Python source for a table, without fields that have their default."""
+    if isinstance(row, tuple):
+        return f"({''.join(f'{shown(entry)}, ' for entry in row)})"
+    if not dataclasses.is_dataclass(row):
+        return repr(row)
     fields = [f for f in dataclasses.fields(row) if getattr(row, f.name) != f.default]
-    return f"{type(row).__name__}({', '.join(f'{f.name}={getattr(row, f.name)!r}' for f in fields)})"
+    return f"{type(row).__name__}({', '.join(f'{f.name}={shown(getattr(row, f.name))}' for f in fields)})"

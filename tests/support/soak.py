@@ -1,5 +1,6 @@
 """Plans and runs many random batches in two threads with a stream each; some steps are refused, most are never run.
-Memory, threads and files of the process must not grow, and a batch must give the same bits at the end as at the start.
+Wrappers for graphs plan again for their captured runs. Memory, threads and files of the process must not grow, and a
+batch must give the same bits at the end as at the start.
 
 `PYTHONPATH=. python tests/support/soak.py --device cuda --size 1` does 10^6 plans and 10^5 runs, and
 tests/net/test_soak.py a fiftieth of it.
@@ -30,12 +31,70 @@ from flashpage.base import env
 
 PLANS, RUNS, THREADS = 1_000_000, 100_000, 2
 PAGES = 64
+REQUESTS, MOST_ROWS = 4, 17  # of batches that are captured
 WRAPPERS = (
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
 )
 GROWTH = {"bytes": 12 << 20, "device bytes": 32 << 10, "threads": 0, "files": 0, "cache entries": 30, "objects": 2500}
+
+
+class Captured:
+    """A wrapper for graphs, and its run: a captured one on a card, which later plans change; a call on the CPU."""
+
+    def __init__(self, make: Make, cache: torch.Tensor, rows: torch.Tensor, *, has_buffers: bool) -> None:
+        ints = lambda count: torch.zeros(count, dtype=torch.int32, device=make.device)
+        memory, self.make, self.cache, self.is_decode = make.workspace(8 << 20), make, cache, has_buffers
+        if has_buffers:
+            self.wrapper = flashpage.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+                memory, ints(REQUESTS + 1), ints(PAGES), ints(REQUESTS)
+            )
+        else:
+            self.wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(
+                memory, use_cuda_graph=True, max_batch=REQUESTS, max_pages=PAGES, max_rows=REQUESTS * MOST_ROWS
+            )
+        self.q = rows[: REQUESTS * (1 if has_buffers else MOST_ROWS)]
+        self.out, self.graph = torch.empty_like(self.q), None
+        self.plan(random.Random(0))
+        self.run()
+        if make.device != "cpu":
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._run()
+
+    def plan(self, draw: random.Random) -> None:
+        count = REQUESTS if self.is_decode else draw.randrange(1, REQUESTS + 1)
+        rows = [1 if self.is_decode else draw.choice((0, 1, MOST_ROWS)) for _ in range(count)]
+        arrays = paged_batch(draw, self.make.device, [draw.choice((0, 1, 16, 17, 100)) for _ in range(count)])
+        first = () if self.is_decode else (indptr_of(rows),)
+        self.wrapper.plan(*first, *arrays, HEADS, KV_HEADS, DIM, PAGE, q_data_type=self.make.dtype)
+        self.used = sum(rows)
+
+    def run(self) -> None:
+        if self.graph is None:
+            self._run()
+        else:
+            self.graph.replay()
+
+    def _run(self) -> None:
+        self.wrapper.run(self.q, self.cache, out=self.out)
+
+    def check(self) -> None:
+        assert bool(self.out[: self.used].isfinite().all())
+
+
+def indptr_of(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def paged_batch(draw: random.Random, device: str, tokens: list[int]) -> tuple[torch.Tensor, ...]:
+    """indptr, page numbers and last_page_len of requests with so many tokens."""
+    counts = [-(-n // PAGE) for n in tokens]
+    indices = torch.tensor([draw.randrange(PAGES) for _ in range(sum(counts))], dtype=torch.int32)
+    last = torch.tensor([n - (c - 1) * PAGE if c else 0 for n, c in zip(tokens, counts, strict=True)]).int()
+    return indptr_of(counts), indices.to(device), last
 
 
 class Worker:
@@ -46,6 +105,7 @@ class Worker:
         self.cache = self.make.data(PAGES, 2, PAGE, KV_HEADS, DIM)
         self.rows = self.make.data(PAGES * PAGE, HEADS, DIM)
         self.wrappers = [getattr(flashpage, name)(self.make.workspace(8 << 20)) for name in WRAPPERS]
+        self.captured = [Captured(self.make, self.cache, self.rows, has_buffers=kind) for kind in (True, False)]
         self.stream = torch.cuda.Stream(device) if device != "cpu" else None
         self.plans = self.runs = self.refused = 0
 
@@ -61,7 +121,10 @@ class Worker:
     def step(self, is_run: bool) -> None:
         """Plans once and may run it. One plan in 50 has bad lengths and is refused."""
         draw = self.random
-        i, count = draw.randrange(3), draw.randrange(5)
+        i, count = draw.randrange(len(WRAPPERS) + len(self.captured)), draw.randrange(5)
+        if i >= len(WRAPPERS):
+            self._step_captured(self.captured[i - len(WRAPPERS)], is_run)
+            return
         rows = [draw.choice((1, 1, 2, 17)) if i else 1 for _ in range(count)]
         tokens = [draw.choice((0, 1, 15, 16, 17, 100)) for _ in range(count)]
         self.plans += 1
@@ -74,6 +137,15 @@ class Worker:
         self._plan(i, rows, tokens, self._options(i))
         if is_run:
             self._run(i, rows, tokens)
+
+    def _step_captured(self, captured: Captured, is_run: bool) -> None:
+        captured.plan(self.random)
+        self.plans += 1
+        if is_run:
+            captured.run()
+            self.runs += 1
+            if self.runs % 50 == 0:
+                captured.check()
 
     def _options(self, i: int) -> dict[str, Any]:
         draw = self.random
@@ -88,16 +160,12 @@ class Worker:
         return options
 
     def _plan(self, i: int, rows: list[int], tokens: list[int], options: dict[str, Any]) -> None:
-        indptr = lambda lengths: torch.tensor([0, *lengths]).cumsum(0).int()
         types = {"q_data_type": self.make.dtype}
         if i == 2:
-            self.wrappers[i].plan(indptr(rows), indptr(tokens), HEADS, KV_HEADS, DIM, **types, **options)
+            self.wrappers[i].plan(indptr_of(rows), indptr_of(tokens), HEADS, KV_HEADS, DIM, **types, **options)
             return
-        counts = [-(-n // PAGE) for n in tokens]
-        indices = torch.tensor([self.random.randrange(PAGES) for _ in range(sum(counts))], dtype=torch.int32)
-        last = torch.tensor([n - (c - 1) * PAGE if c else 0 for n, c in zip(tokens, counts, strict=True)]).int()
-        pages = (indptr(counts), indices.to(self.make.device), last)
-        first = (indptr(rows),) if i else ()
+        pages = paged_batch(self.random, self.make.device, tokens)
+        first = (indptr_of(rows),) if i else ()
         self.wrappers[i].plan(*first, *pages, HEADS, KV_HEADS, DIM, PAGE, **types, **options)
 
     def _run(self, i: int, rows: list[int], tokens: list[int]) -> None:

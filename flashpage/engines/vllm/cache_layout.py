@@ -15,6 +15,7 @@ from ...base.errors import RunError
 from ...wrappers import operators
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_ROW_TYPES = (torch.float16, torch.bfloat16, torch.float32)  # of keys and values that are converted to fp8
 
 
 class BlockSizes(NamedTuple):
@@ -64,7 +65,7 @@ def by_token(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[torch.
     return key_cache.permute(0, 3, 1, 2, 4), value_cache.permute(0, 3, 1, 2)
 
 
-def element_type(cache: torch.Tensor, kv_cache_dtype: str) -> torch.dtype:
+def element_type(cache: torch.Tensor, kv_cache_dtype: str, name: str = "key_cache") -> torch.dtype:
     """The element type of the cache's bytes; fp8 caches may be given as uint8."""
     if kv_cache_dtype == "auto":
         return cache.dtype
@@ -72,7 +73,7 @@ def element_type(cache: torch.Tensor, kv_cache_dtype: str) -> torch.dtype:
         raise RunError(f"kv_cache_dtype={kv_cache_dtype!r} is unknown: pass 'auto', {', '.join(map(repr, FP8))}.")
     if cache.dtype not in (torch.uint8, FP8[kv_cache_dtype]):
         raise RunError(
-            f"kv_cache_dtype={kv_cache_dtype!r} but the cache is {cache.dtype}: pass uint8 or {FP8[kv_cache_dtype]}."
+            f"kv_cache_dtype={kv_cache_dtype!r} but {name} is {cache.dtype}: pass uint8 or {FP8[kv_cache_dtype]}."
         )
     return FP8[kv_cache_dtype]
 
@@ -85,13 +86,17 @@ def check_pair(key: torch.Tensor, value: torch.Tensor) -> None:
 
 def check_rows(rows: torch.Tensor, cache: torch.Tensor, kv_cache_dtype: str, name: str) -> torch.dtype:
     """Checks keys or values, [tokens, num_kv_heads, head_size]; returns the element type of the cache."""
-    dtype = element_type(cache, kv_cache_dtype)
+    dtype = element_type(cache, kv_cache_dtype, f"{name}_cache")
     if checks.tensor(rows, name, RunError).dim() != 3:
         raise RunError(f"{name} has shape {tuple(rows.shape)}: pass [tokens, num_kv_heads, head_size].")
     checks.dense_last(rows, name, RunError)
     checks.same_device(rows, cache.device, name, RunError)
+    if kv_cache_dtype != "auto" and rows.dtype not in _ROW_TYPES:
+        raise RunError(f"{name} has dtype {rows.dtype}: pass float16, bfloat16 or float32.")
     if kv_cache_dtype == "auto" and rows.dtype != dtype:
-        raise RunError(f"{name} has dtype {rows.dtype} but the cache has {dtype}: convert it, or pass kv_cache_dtype.")
+        raise RunError(
+            f"{name} has dtype {rows.dtype} but {name}_cache has {dtype}: convert it, or pass kv_cache_dtype."
+        )
     return dtype
 
 
@@ -103,14 +108,17 @@ def stored(
     if kv_cache_dtype == "auto":
         return rows
     most = torch.finfo(dtype).max
-    return (rows.float() / scale_on(rows.device, scale)).clamp(-most, most).to(dtype).view(cache.dtype)
+    return (
+        (rows.float() / scale_on(rows.device, scale, name[0] + "_scale")).clamp(-most, most).to(dtype).view(cache.dtype)
+    )
 
 
-def scale_on(device: torch.device, scale: torch.Tensor) -> torch.Tensor:
+def scale_on(device: torch.device, scale: torch.Tensor, name: str) -> torch.Tensor:
     """The scale of an fp8 cache as one fp32 value on the device."""
-    if scale.__class__ is not torch.Tensor or scale.numel() != 1:
-        checks.tensor(scale, "k_scale and v_scale", RunError)
-        raise RunError(f"k_scale or v_scale has shape {tuple(scale.shape)}: pass one value for the whole cache.")
+    if (scale.__class__ is not torch.Tensor or scale.numel() != 1) and checks.tensor(
+        scale, name, RunError
+    ).numel() != 1:
+        raise RunError(f"{name} has shape {tuple(scale.shape)}: pass one value for the whole cache.")
     if scale.dtype == torch.float32 and scale.device == device:
         return scale
     return scale.to(device, torch.float32)
@@ -185,7 +193,8 @@ def checked_slots(
     heads, size = sizes.num_kv_heads, sizes.head_size
     if rows[0].shape[1:] != (heads, size) or rows[1].shape != (len(rows[0]), heads, value_size):
         raise RunError(
-            f"key has shape {tuple(rows[0].shape)} and value {tuple(rows[1].shape)}: pass [tokens, {heads}, {size}]."
+            f"key has shape {tuple(rows[0].shape)} and value {tuple(rows[1].shape)}: "
+            f"key_cache and value_cache take [tokens, {heads}, {size}] and [tokens, {heads}, {value_size}]."
         )
     is_whole = slot_mapping.dtype in (torch.int32, torch.int64)
     if slot_mapping.dim() != 1 or len(slot_mapping) > len(rows[0]) or not is_whole:

@@ -158,7 +158,10 @@ class _Attention:
             given = given._replace(block_tables=tables, seq_lens=lens)
         if not self.has_scales:
             return given
-        scales = [cache_layout.scale_on(self.device, scale) for scale in (given.k_scale, given.v_scale)]
+        scales = [
+            cache_layout.scale_on(self.device, *named)
+            for named in ((given.k_scale, "k_scale"), (given.v_scale, "v_scale"))
+        ]
         return given if scales[0] is given.k_scale and scales[1] is given.v_scale else given._replace(
             k_scale=scales[0], v_scale=scales[1]
         )  # fmt: skip

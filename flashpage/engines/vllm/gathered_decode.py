@@ -164,7 +164,8 @@ class Runner:
         self._attention.plan(lengths, Pages(blocks), *arguments.checked())
         scales = NO_SCALES
         if given.kv_cache_dtype != "auto":
-            k_scale, v_scale = (cache_layout.scale_on(query.device, s) for s in (given.k_scale, given.v_scale))
+            given_scales = ((given.k_scale, "k_scale"), (given.v_scale, "v_scale"))
+            k_scale, v_scale = (cache_layout.scale_on(query.device, *named) for named in given_scales)
             scales = (None, k_scale.reshape(1), v_scale.reshape(1))
         found: torch.Tensor = self._attention.run(query, cache, out, lse, scales=scales)
         return found

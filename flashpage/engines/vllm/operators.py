@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...base.checks import same_device
-from ...base.errors import RunError
+from ...base import checks
+from ...base.errors import FlashpageError, RunError
 from ...base.tensor_memory import check_apart
 from ...wrappers import operators
 from . import cache_layout, decode, write
@@ -155,7 +155,16 @@ def reshape_and_cache_flash(
 
 def split_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of a tensor [2, num_blocks, block_size x num_kv_heads x head_size] as key cache and value cache."""
-    x, blocks = 16 // kv_cache.element_size(), kv_cache.shape[1]
+    checks.tensor(kv_cache, "kv_cache", RunError)
+    for name, value in (("num_kv_heads", num_kv_heads), ("head_size", head_size)):
+        checks.whole(name, value, 1, error=RunError)
+    x, row = 16 // kv_cache.element_size(), num_kv_heads * head_size
+    if kv_cache.dim() != 3 or kv_cache.shape[0] != 2 or kv_cache.shape[2] % row or head_size % x:
+        raise RunError(
+            f"kv_cache has shape {tuple(kv_cache.shape)}: pass [2, num_blocks, block_size x {row}], as "
+            f"num_kv_heads={num_kv_heads} and head_size={head_size} (a multiple of {x}) say."
+        )
+    blocks = kv_cache.shape[1]
     key_cache = kv_cache[0].view(blocks, num_kv_heads, head_size // x, -1, x)
     return key_cache, kv_cache[1].view(blocks, num_kv_heads, head_size, -1)
 
@@ -197,6 +206,7 @@ def _paged_attention_v2(
         _check_rows(given, out)
     else:
         given = checked(given, out)
+        check_apart(out, "out", given.query, "query", RunError)
     num_seqs, num_heads = given.query.shape[:2]
     most = -(-given.max_seq_len // PARTITION_TOKENS)
     for name, tensor, rest, dtype in (
@@ -204,7 +214,7 @@ def _paged_attention_v2(
         ("max_logits", max_logits, (), torch.float32),
         ("tmp_out", tmp_out, out.shape[2:], out.dtype),
     ):
-        same_device(tensor, out.device, name, RunError)
+        checks.same_device(tensor, out.device, name, RunError)
         fits = tensor.dim() == 3 + len(rest) and tensor.shape[:2] == (num_seqs, num_heads) and tensor.shape[3:] == rest
         if not fits or tensor.shape[2] < most or tensor.dtype != dtype:
             sizes = ", ".join(map(str, (num_seqs, num_heads, f"{most} or more", *rest)))
@@ -255,12 +265,33 @@ _IMPLEMENTATIONS: dict[str, tuple[str, Callable[..., None]]] = {
 }
 
 
+def _check_types(name: str, args: tuple[Any, ...]) -> None:
+    """Raises for the first argument whose type is not that of the operator's schema."""
+    for argument, value in zip(getattr(torch.ops.flashpage, name).default._schema.arguments, args, strict=False):
+        kind = str(argument.type)
+        if kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None):
+            checks.tensor(value, argument.name, RunError)
+        elif kind == "int":
+            checks.whole(argument.name, value, -(2**63), 2**63 - 1, RunError)
+        elif kind == "float":
+            checks.real(argument.name, value, error=RunError)
+        elif kind == "str" and not isinstance(value, str):
+            raise RunError(f"{argument.name}={checks.shown(value)} is a {type(value).__name__}: pass a string.")
+
+
 def _call(name: str, *args: Any) -> None:
     """Calls the implementation directly, or the operator if torch traces or intercepts calls."""
     if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
         getattr(torch.ops.flashpage, name)(*args)
-    else:
+        return
+    try:
         _IMPLEMENTATIONS[name][1](*operators.judged(name, args))
+    except FlashpageError as error:
+        error.use_names({"q": "query", "paged_kv_cache[0]": "key_cache", "paged_kv_cache[1]": "value_cache"})
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # an argument of another type?
+        _check_types(name, args)
+        raise
 
 
 _library = torch.library.Library("flashpage", "FRAGMENT")

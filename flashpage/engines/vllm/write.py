@@ -113,7 +113,7 @@ class _Write:
         if count == 0:
             return
         if self.has_scales:
-            k_scale, v_scale = (cache_layout.scale_on(self.device, scale) for scale in scales)
+            k_scale, v_scale = map(cache_layout.scale_on, (self.device,) * 2, scales, ("k_scale", "v_scale"))
             params.k_scale, params.v_scale = k_scale.data_ptr(), v_scale.data_ptr()
         params.key, params.value = rows[0].data_ptr(), rows[1].data_ptr()
         params.k, params.v = caches[0].data_ptr(), caches[1].data_ptr()

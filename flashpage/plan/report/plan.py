@@ -7,17 +7,20 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ... import native
+from ...base.checks import shown, whole
 from ...base.dtypes import DType
+from ...base.errors import PlanError
 from ...base.text import counted
 from ...kernels import choose, devices
 from ...kernels.context_classes import ContextClass
 from ...kernels.context_lengths import ContextLengths
 from ...kernels.devices import Device
-from ...kernels.options import Options
+from ...kernels.options import SPLIT_NEVER, Options, check_options
 from ...kernels.schedules import NO_CLUSTERS, Clusters
 from ...kernels.schedules import schedule as schedule_of
 from ...kernels.spec import KernelSpec
@@ -235,22 +238,44 @@ def plan_lengths(
     once; without them no unit gets CTAs of its own. PlanError if the lengths do not fit together.
     The result is one plan, even where a card would divide a mixed batch into two parts (plan/mixed_batch.py).
     """
-    rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
-    options = Options(
-        kv_source="paged" if page_size else "ragged",
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=head_dim,
-        head_dim_vo=head_dim if head_dim_vo is None else head_dim_vo,
-        page_size=page_size,
-        q_dtype=dtype,
-        kv_dtype=dtype,
-        out_dtype=dtype,
-        causal=causal,
-        window_left=window_left,
-        fixed_piece_tokens=fixed_piece_tokens,
-        uniform_q_len=1 if q_lens is None else 0,
-    )
+    kv_lens = _lengths("kv_lens", kv_lens)
+    rows = [1] * len(kv_lens) if q_lens is None else _lengths("q_lens", q_lens)
+    if len(rows) != len(kv_lens):
+        raise PlanError(f"q_lens has {len(rows)} entries but kv_lens has {len(kv_lens)}: pass one of each a request.")
+    kinds = {"card": (card, Device), "tile": (tile, Tile), "cost": (cost, Cost), "clusters": (clusters, Clusters)}
+    for name, (value, kind) in kinds.items():
+        if value is not None and not isinstance(value, kind):
+            raise PlanError(f"{name}={shown(value)} is a {type(value).__name__}: pass a {kind.__name__}, or leave it.")
+    if not isinstance(backend, str) or backend not in ("cuda", "cpu"):
+        raise PlanError(f"backend={shown(backend)} is unknown: pass 'cuda' or 'cpu'.")
+    num_ctas = num_ctas if num_ctas is None else whole("num_ctas", num_ctas, 1)
+    page_size = whole("page_size", page_size, 0)
+    try:
+        options = check_options(
+            kv_source="paged" if page_size else "ragged",
+            num_qo_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim,
+            head_dim_vo=head_dim_vo,
+            page_size=page_size,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+            o_data_type=dtype,
+            causal=causal,
+            window_left=window_left,
+            logits_soft_cap=None,
+            pos_encoding_mode="NONE",
+            has_mask=False,
+            variant=None,
+            fixed_split_size=None,
+            disable_split_kv=False,
+            uniform_q_len=1 if q_lens is None else 0,
+        )
+    except PlanError as error:
+        error.use_names({"num_qo_heads": "num_q_heads", "head_dim_qk": "head_dim", "q_data_type": "dtype"})
+        raise
+    pieces = whole("fixed_piece_tokens", fixed_piece_tokens, SPLIT_NEVER)
+    options = dataclasses.replace(options, fixed_piece_tokens=pieces)
     card = (card or devices.H200) if backend == "cuda" else devices.CPU
     contexts = ContextLengths(options, card).of(len(rows), sum(rows), sum(kv_lens))
     problem = Problem(options, choose.packed_rows(options, len(rows), sum(rows)), contexts=contexts)
@@ -266,7 +291,7 @@ def plan_lengths(
         num_ctas = num_ctas * own.ctas_per_sm // usual.ctas_per_sm
     choice = dataclasses.replace(choice, cost=cost or choice.cost)
     schedule = schedule_of(choice, options, num_ctas // choice.spec.ctas, clusters)
-    result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
+    result, data = _plan_arrays(options, schedule, rows, kv_lens)
     tile_note = (
         f"tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, "
         f"for about {problem.packed_rows} packed rows a request and KV head"
@@ -274,6 +299,13 @@ def plan_lengths(
     others = (note for note in choice.reasons if not note.startswith("tile "))
     notes = (*others, tile_note)
     return Plan(problem, schedule, result, data, spec=choice.spec, notes=notes)
+
+
+def _lengths(name: str, values: Any) -> list[int]:
+    """Checked lengths of requests."""
+    if isinstance(values, str) or not hasattr(values, "__iter__"):
+        raise PlanError(f"{name}={shown(values)} is a {type(values).__name__}: pass a list of integers.")
+    return [whole(f"{name}[{i}]", value, 0) for i, value in enumerate(values)]
 
 
 def _plan_arrays(

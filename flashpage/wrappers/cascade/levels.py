@@ -11,7 +11,7 @@ import torch
 from ...base import checks
 from ...base.errors import CapabilityError, PlanError, RunError
 from ...base.unique import Unique
-from ...plan.lengths import Lengths, all_to_host, batch_of
+from ...plan.lengths import Lengths, Names, all_to_host, batch_of
 from ...plan.page_indices import Pages
 from ..base import Attention
 from ..graph_buffers import take_graph_buffers
@@ -22,6 +22,12 @@ from .fold import PagedLevel, folded
 from .window import LevelWindows
 
 _ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+
+
+def _names(level: int) -> Names:
+    """The caller's names for the lists of a level."""
+    q_indptr, kv_indptr, indices, last_page_len = (f"{name}[{level}]" for name in _ARRAYS)
+    return Names(q_indptr, kv_indptr, last_page_len, "seq_lens", indices)
 
 
 class MultiLevelCascadeAttentionWrapper(Unique):
@@ -65,8 +71,14 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         for name, arrays in buffers.items() if self._use_cuda_graph else ():
             self._check_count(f"{name}_arr", arrays)
         self._levels = [
-            Attention(float_workspace_buffer, kv_layout, is_graph=self._use_cuda_graph, owner=type(self).__name__)
-            for _ in range(self._num_levels)
+            Attention(
+                float_workspace_buffer,
+                kv_layout,
+                is_graph=self._use_cuda_graph,
+                names=_names(level),
+                owner=type(self).__name__,
+            )
+            for level in range(self._num_levels)
         ]
         if self._use_cuda_graph:
             for level, attention in enumerate(self._levels):
@@ -149,7 +161,7 @@ class MultiLevelCascadeAttentionWrapper(Unique):
                 "paged",
                 num_qo_heads,
                 num_kv_heads,
-                head_dim,
+                checks.whole("head_dim", head_dim, 1),
                 page_size,
                 causal=causal,
                 pos_encoding_mode=pos_encoding_mode,
@@ -215,7 +227,9 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         return_lse, natural = checks.flag("return_lse", return_lse, RunError), is_natural(lse_mode)
         if len(self._active) == 1:
             return self._active[0].run_of(lse_mode)(q, paged_kv_cache, out, lse, return_lse)
-        checks.tensor(q, "q", RunError)
+        for name, tensor in (("q", q), ("out", out), ("lse", lse)):
+            if tensor is not None or name == "q":
+                checks.tensor(tensor, name, RunError)
         if out is None:
             out = torch.empty(q.shape, dtype=self._active[0].out_dtype, device=q.device)
         if return_lse and lse is None:
@@ -228,9 +242,11 @@ class MultiLevelCascadeAttentionWrapper(Unique):
     forward = run
 
     def _check_count(self, name: str, arrays: Any) -> None:
-        count = None if arrays is None else len(arrays)
-        if count != self._num_levels:
-            found = "is None" if count is None else f"has {count} entries"
+        try:
+            found = "is None" if arrays is None else f"has {len(arrays)} entries"
+        except TypeError:
+            found = f"is a {type(arrays).__name__}"
+        if found != f"has {self._num_levels} entries":
             raise PlanError(f"{name} {found} but num_levels={self._num_levels}: pass one tensor for each level.")
 
     def _to_host(

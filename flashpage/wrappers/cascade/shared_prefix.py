@@ -8,16 +8,18 @@ import torch
 
 from ...base import checks
 from ...base.dtypes import DType
-from ...base.errors import PlanError, RunError
+from ...base.errors import FlashpageError, PlanError, RunError
 from ...base.unique import Unique
 from ...plan.lengths import Lengths, Names, to_host
 from ...plan.page_indices import NO_PAGES, Pages, kept
 from ..base import PAGED, RAGGED, Attention
-from ..merge import merge_parts, part_of
+from ..merge import Part, merge_parts, part_of
 from ..plan_arguments import Arguments, DecodeArguments, PrefillArguments
 from ..planned_by_runs import PlannedByRuns
 
 _UNIQUE = Names("qo_indptr", "unique_kv_indptr", "unique_kv_last_page_len", "seq_lens", "unique_kv_indices")
+_OF_SHARED = {"k": "k_shared", "v": "v_shared"}
+_OF_UNIQUE = {name: f"unique_kv_cache's {name}" for name in ("k", "v")} | {"paged_kv_cache": "unique_kv_cache"}
 
 
 class _SharedPrefix(Unique):
@@ -79,6 +81,7 @@ class _SharedPrefix(Unique):
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
         if (q.dtype, k_shared.dtype) != self._dtypes:
             seen = (q.dtype, k_shared.dtype)
+            checks.dtype_of(q, "q", RunError), checks.dtype_of(k_shared, "k_shared", RunError)
             self._plan(self._planned, seen)
             self._seen = seen  # what no kernel takes is not planned for again
         unique = self._unique.used()
@@ -86,10 +89,11 @@ class _SharedPrefix(Unique):
         parts = []
         if prefix_len:
             shared = self._plan_prefix(unique, prefix_len)
-            parts.append(part_of(shared, q, (k_shared, v_shared), shared.values._replace(sm_scale=sm_scale)))
+            values = shared.values._replace(sm_scale=sm_scale)
+            parts.append(_named(part_of(shared, q, (k_shared, v_shared), values), _OF_SHARED))
         if unique.session.result.total_kv or not prefix_len:
             values = unique.values._replace(sm_scale=sm_scale, causal=causal)
-            parts.append(part_of(unique, q, unique_kv_cache, values))
+            parts.append(_named(part_of(unique, q, unique_kv_cache, values), _OF_UNIQUE))
         out = torch.empty(q.shape, dtype=unique.out_dtype, device=q.device)
         merge_parts(parts, out, None)
         return out
@@ -105,6 +109,19 @@ class _SharedPrefix(Unique):
             shared.plan(Lengths(q_indptr, kv_indptr), NO_PAGES, *arguments.checked())
 
         return self._shared.plan((prefix_len, rows, arguments), plan)
+
+
+def _named(part: Part, names: dict[str, str]) -> Part:
+    """The part with errors that name the caller's arguments."""
+
+    def run(out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        try:
+            part(out, lse)
+        except FlashpageError as error:
+            error.use_names(names)
+            raise
+
+    return run
 
 
 class _Batch(NamedTuple):
@@ -193,6 +210,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
                 as BatchPrefillWithPagedKVCacheWrapper.plan takes them.
         """
         lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
+        head_dim = checks.whole("head_dim", head_dim, 1)
         arguments = PrefillArguments("paged", num_qo_heads, num_kv_heads, head_dim, page_size)
         self._begin(lengths, paged_kv_indices, arguments, _dtypes("float16"))
 
@@ -221,7 +239,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         Returns:
             [qo_indptr[-1], num_qo_heads, head_dim].
         """
-        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction, rope_scale=rope_scale, rope_theta=rope_theta)
+        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
+            if value is not None:
+                checks.refuse(name, value)
         return self._forward(q, k_shared, v_shared, unique_kv_cache, causal, sm_scale)
 
 

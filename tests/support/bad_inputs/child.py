@@ -1,13 +1,12 @@
 """Runs rows of the table in child processes, which a row may crash.
 
 `python -m bad_inputs.child DEVICE FAMILY [PATTERN]` prints a JSON object: the number of rows, and for each row with a
-wrong outcome its name and a complaint. `python -m bad_inputs.child --write` writes told.txt.
+wrong outcome its name and a complaint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fnmatch
 import json
 import os
@@ -21,7 +20,7 @@ import torch
 
 from flashpage.base.errors import FlashpageError
 
-from .rows import SOFT, TOLD, Row, good_arguments, judge, table
+from .rows import Row, good_arguments, judge, table
 from .scenes import Make, Scene
 
 SECONDS = 20  # for one row; the first row of a scene compiles its kernels
@@ -130,26 +129,7 @@ def _read(pipe: int, found: dict[str, str], rows: list[Row], first: int) -> tupl
                 found[rows[last].name] = complaint
 
 
-HEADER = """# Rows whose error is known to be unclear; they neither crash nor hang nor give a wrong result.
-# See told() in rows.py. `python -m bad_inputs.child --write` writes this file; a row that is mended leaves it.
-"""
-
-
-def write_told() -> None:
-    rows = [dataclasses.replace(row, ignores_told=True) for row in table("cpu")]
-    lines: dict[str, list[str]] = {}
-    for name, complaint in verdicts(rows, "cpu").items():
-        if complaint.startswith(SOFT):
-            argument, badness = name.rsplit(".", 1)
-            lines.setdefault(argument, []).append(badness)
-    written = [f"{argument}: {' '.join(sorted(lines[argument]))}\n" for argument in sorted(lines)]
-    TOLD.write_text(HEADER + "".join(written))
-
-
 def main() -> None:
-    if sys.argv[1:] == ["--write"]:
-        write_told()
-        return
     device, family, *pattern = sys.argv[1:]
     rows = [row for row in table(device, family) if not pattern or fnmatch.fnmatchcase(row.name, pattern[0])]
     print(json.dumps({"rows": len(rows), "wrong": verdicts(rows, device)}))

@@ -10,7 +10,6 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,7 @@ from .expected import EXPECTED, NOT_TRIED
 from .kinds import OTHER_WORDS, Badness, NotApplicable, kind_of
 from .scenes import Arguments, Make, Scene, Step, scenes
 
-SOFT = "unclear error: "  # begins the complaints about rows that may be listed in told.txt
 LONGEST_MESSAGE = 1000  # characters; a CapabilityError lists every kernel's reason
-TOLD = Path(__file__).with_name("told.txt")  # written by `python -m bad_inputs.child --write`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +35,6 @@ class Row:
     change: Callable[[Make, Arguments], None] | None  # None: `play` runs the scene
     play: Callable[[Scene, Make], Any] | None = None
     default: str = "error"
-    ignores_told: bool = False
 
     @property
     def name(self) -> str:
@@ -56,16 +52,7 @@ class Row:
         for names, outcome, says in EXPECTED:
             if fnmatch.fnmatchcase(self.name, names):
                 return outcome, says or pattern
-        is_told = not self.ignores_told and self.name in told()
-        return "told" if is_told else self.default, pattern
-
-
-@functools.cache
-def told() -> frozenset[str]:
-    """Rows that ought to raise a FlashpageError naming the argument, and do not yet: they raise an error of torch's or
-    Python's, or one that does not name the argument, or give the good result."""
-    lines = (line.split(": ") for line in TOLD.read_text().splitlines() if not line.startswith("#"))
-    return frozenset(f"{argument}.{badness}" for argument, rest in lines for badness in rest.split())
+        return self.default, pattern
 
 
 def parameters(step: Step, found: Any) -> list[inspect.Parameter]:
@@ -237,8 +224,6 @@ def judge(row: Row, make: Make, baseline: Any) -> str | None:
     outcome, says = row.expected
     found, result, error = _played(row, make)
     complaint = _judge_call(outcome, says, result, error, baseline)
-    if complaint is not None and _judge_call("told", says, result, error, baseline) is None:
-        complaint = SOFT + complaint
     return _judge_object(row, make, baseline, found) or complaint
 
 
@@ -249,9 +234,7 @@ def _judge_call(outcome: str, says: str, result: Any, error: Exception | None, b
         return _judge_result(outcome, result, baseline)
     if outcome == "works":
         return f"must work, but: {_shown(error)}"
-    if outcome == "told" and not isinstance(error, FlashpageError):
-        return None
-    return _judge_error("clean" if outcome == "told" else outcome, says, error)
+    return _judge_error(outcome, says, error)
 
 
 def _played(row: Row, make: Make) -> tuple[Any, Any, Exception | None]:

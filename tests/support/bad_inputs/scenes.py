@@ -244,6 +244,28 @@ def _mixed() -> Scene:
     return Scene("BatchAttention", (made, Step(".plan", plan), Step(".run", run, run_extras(5))))
 
 
+def _latent() -> Scene:
+    """Latent rows of 512 columns and 64 more of K."""
+
+    def plan(make: Make) -> Arguments:
+        lists = {"qo_indptr": make.ints(0, 2, 5), "kv_indptr": make.ints(0, 2, 3), "kv_indices": make.ints(5, 2, 7)}
+        sizes = {"num_heads": 16, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": PAGE, "sm_scale": 0.1}
+        return lists | {"kv_len_arr": make.ints(19, 16)} | sizes | types(make)
+
+    def run(make: Make) -> Arguments:
+        rows = {"q_nope": make.data(5, 16, 512), "q_pe": make.data(5, 16, 64)}
+        return rows | {"ckv_cache": make.data(PAGES, PAGE, 512), "kpe_cache": make.data(PAGES, PAGE, 64)}
+
+    def extras(make: Make) -> Arguments:
+        outputs = {"out": make.empty(5, 16, 512), "lse": make.empty(5, 16, dtype=torch.float32)}
+        return outputs | {"sinks": make.floats(16)}
+
+    made = Step("flashpage.mla:BatchMLAPagedAttentionWrapper", workspace)
+    planned = Step(".plan", plan, lambda make: {"fixed_split_size": 128, "kv_data_type": make.dtype})
+    steps = (made, planned, Step(".run", run, extras))
+    return Scene("BatchMLAPagedAttentionWrapper", steps, cuda=False)  # no kernel of a card reads latent rows
+
+
 def _cascade() -> list[Scene]:
     def plan(make: Make) -> Arguments:
         levels = {
@@ -527,19 +549,25 @@ def _vllm() -> list[Scene]:
     def types(make: Make) -> Arguments:
         return {"kv_cache_dtype": "auto", "k_scale": make.ones(1), "v_scale": make.ones(1)}
 
+    def fp8(make: Make, **shapes: tuple[int, ...]) -> Arguments:
+        """Caches that are read and written with their scales."""
+        return {name: make.empty(*shape, dtype=torch.uint8) for name, shape in shapes.items()} | {
+            "kv_cache_dtype": "fp8"
+        }
+
     def decode_v2(make: Make) -> Arguments:
         sums = {name: make.empty(2, HEADS, 1, dtype=torch.float32) for name in ("exp_sums", "max_logits")}
         return sums | {"tmp_out": make.empty(2, HEADS, 1, DIM, dtype=torch.float16)} | decode(make)
 
     def write(make: Make) -> Arguments:
         new = {name: make.data(2, KV_HEADS, DIM, dtype=torch.float16) for name in ("key", "value")}
-        return new | caches(make) | {"slot_mapping": make.ints(17, 3, dtype=torch.int64)} | types(make)
+        slots, heads = {"slot_mapping": make.ints(17, 3, dtype=torch.int64)}, (PAGES, KV_HEADS)
+        shapes = {"key_cache": (*heads, DIM // 16, PAGE, 16), "value_cache": (*heads, DIM, PAGE)}
+        return new | slots | types(make) | fp8(make, **shapes)
 
     def write_flash(make: Make) -> Arguments:
-        flash = {
-            name: make.data(PAGES, PAGE, KV_HEADS, DIM, dtype=torch.float16) for name in ("key_cache", "value_cache")
-        }
-        return write(make) | flash
+        rows = (PAGES, PAGE, KV_HEADS, DIM)
+        return write(make) | fp8(make, key_cache=rows, value_cache=rows)
 
     slopes = lambda make: {"alibi_slopes": make.ones(HEADS)}
     split = lambda make: {
@@ -610,6 +638,7 @@ def scenes() -> dict[str, Scene]:
         *_ragged(),
         _sink(),
         _mixed(),
+        _latent(),
         *_cascade(),
         *_pod(),
         *_sparse(),
