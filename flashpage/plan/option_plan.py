@@ -91,8 +91,7 @@ class OptionPlan:
         self._frozen_rows = choose.packed_rows(options, 0, 0) if is_constant else 0
         self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows for which its launches were made
         self._prepared: dict[_Key, PreparedKernels] = {}
-        # A capacity was checked for these kernels, in workspaces of these sizes.
-        self._checked_for: tuple[PreparedKernels, tuple[int, int]] | None = None
+        self._checked_for: tuple[PreparedKernels, tuple[int, int]] | None = None  # with the sizes of the workspaces
         self._captured = Places((), ()) if options.variant is None else CHANGED  # what _planned_variant was made from
         self._planned_variant: VariantSpec | None = None
         self._plan = fastcall.builtins().plan

@@ -1,5 +1,4 @@
-"""Prefills and decodes in one call, as in FlashInfer's POD wrappers: each side has its own plan and tile, and both are
-launched on one stream."""
+"""Prefills and decodes in one call, as in FlashInfer's POD wrappers: each side has its own plan, on one stream."""
 
 from __future__ import annotations
 
@@ -375,30 +374,30 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         self._decode.require_plan("run")
         try:
             prefill = self._planned_prefill(Mask.of(custom_mask_p, packed_custom_mask_p))
-            prefill.require_plan("run")
             values = prefill.values._replace(causal=checks.flag("causal_p", causal_p, RunError))
-            run_p = prefill.run_of(lse_mode)
-            found_p = run_p(q_p, paged_kv_cache_p, None, None, return_lse, values, enable_pdl=enable_pdl)
+            given: dict[str, Any] = {"return_lse": return_lse, "enable_pdl": enable_pdl}
+            found_p = prefill.run_of(lse_mode)(q_p, paged_kv_cache_p, values=values, **given)
         except FlashpageError as error:
             error.use_names(_OF_PAGED_PREFILL)
             raise
-        scales = (q_scale, k_scale, v_scale)
         try:
-            run_d = self._decode.run_of(lse_mode)
-            return found_p, run_d(q_d, paged_kv_cache_d, None, None, return_lse, None, scales, None, enable_pdl)
+            run, scales = self._decode.run_of(lse_mode), (q_scale, k_scale, v_scale)
+            return found_p, run(q_d, paged_kv_cache_d, scales=scales, **given)
         except FlashpageError as error:
             error.use_names(_OF_DECODE)
             raise
 
     def _planned_prefill(self, mask: Mask | None) -> Attention:
-        """The prefills' plan with the mask of this run."""
+        """The prefills with the mask of this run."""
         if self._prefills is not None and (mask is not None or self._is_masked):
             lengths, pages, arguments = self._prefills
             options, values = arguments._replace(has_mask=mask is not None).checked()
             self._is_masked = True  # until the plan succeeds
             self._prefill.plan(None, lambda prefill: prefill.plan(lengths, pages, options, values, mask))
             self._is_masked = mask is not None
-        return self._prefill.used()
+        prefill = self._prefill.used()
+        prefill.require_plan("run")
+        return prefill
 
     def end_forward(self) -> None:
         """Does nothing: a plan needs no end."""
