@@ -50,13 +50,12 @@ class PODWithPagedKVCacheWrapper(Unique):
     ) -> None:
         checks.refuse_given(jit_args=jit_args)
         self._kv_layout = kv_layout
-        owner = type(self).__name__
         self._decode = Attention(
             float_workspace_buffer,
             kv_layout,
             is_graph=checks.flag("use_cuda_graph", use_cuda_graph),
             names=DECODE,
-            owner=owner,
+            owner=type(self).__name__,
         )
         buffers = {
             "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
@@ -65,7 +64,6 @@ class PODWithPagedKVCacheWrapper(Unique):
         }
         take_graph_buffers(self._decode, None, buffers)
         self._checked = Checked(self._decode.session)
-        # By the layout of k_p and v_p.
         self._prefills = {layout: PlannedByRuns(self._maker(layout)) for layout in checks.LAYOUTS}
 
     def _maker(self, layout: str) -> Callable[[], Attention]:
@@ -267,8 +265,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         self._prefill = PlannedByRuns(
             lambda: Attention(float_workspace_buffer, kv_layout, names=_PREFILLS, owner=owner)
         )
-        # As planned, to be planned again with a mask.
-        self._prefills: tuple[Lengths, Pages, PrefillArguments] | None = None
+        self._prefills: tuple[Lengths, Pages, PrefillArguments] | None = None  # as planned, for a plan with a mask
         self._is_masked = False  # whether the prefills' present plan has a mask
 
     @property
