@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 
 class FlashpageError(Exception):
@@ -45,3 +46,13 @@ class DeviceError(FlashpageError, RuntimeError):
 
 class SettingError(FlashpageError, ValueError):
     """An environment variable has a value that is not accepted."""
+
+
+@contextlib.contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Puts the caller's names into errors that leave the block, or the decorated function."""
+    try:
+        yield
+    except FlashpageError as error:
+        error.use_names(names)
+        raise

@@ -53,6 +53,8 @@ def take_graph_buffers(
         if kind == "indices":
             if buffer.dtype != torch.int32:
                 raise PlanError(f"{name} has dtype {buffer.dtype}: pass int32, which captured kernels read.")
+            if not buffer.numel():
+                raise PlanError(f"{name}: the wrapper's indices buffer holds 0 entries: pass the most of any plan.")
             session.indices.use_buffer(buffer)
         elif name == "custom_mask_buf":
             session.mask.buffer = buffer

@@ -14,6 +14,7 @@ from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES
 from .base import Attention
+from .lse_mode import BASE_2
 from .plan_arguments import Checked, PrefillArguments
 
 _WORKSPACE_BYTES = 128 << 20
@@ -130,6 +131,6 @@ class BatchAttention(Unique):
         if (logits_soft_cap.__class__ is not float or logits_soft_cap) and (cap := check_soft_cap(logits_soft_cap)):
             values = values._replace(logits_soft_cap=cap)
         scales = NO_SCALES if k_scale is v_scale is None else (None, k_scale, v_scale)
-        run = self._attention.run_of(lse_mode)
+        run = self._attention.run if lse_mode == BASE_2 else self._attention.run_of(lse_mode)
         found: tuple[torch.Tensor, torch.Tensor] = run(q, kv_cache, out, lse, True, values, scales)
         return found

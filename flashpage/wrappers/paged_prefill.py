@@ -15,7 +15,7 @@ from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths
 from ..plan.page_indices import Mask
 from ..run.checks import NO_SCALES
-from ..variants.multi_item import ItemArguments, is_zero
+from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
 from .lse_mode import BASE_2, mode_of
 from .plan_arguments import PrefillArguments, differ, options_of_device
@@ -164,7 +164,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             and prefix_len_ptr is None
             and token_pos_in_items_ptr is None
             and max_item_len_ptr is None
-            and is_zero(token_pos_in_items_len)
+            and token_pos_in_items_len.__class__ is int
+            and token_pos_in_items_len == 0
         ):
             self._planner.invalidate()
             items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)

@@ -12,7 +12,7 @@ from ..base.errors import RunError
 from ..plan.capacity import Capacity
 from ..plan.page_indices import Mask
 from ..run.checks import NO_SCALES
-from ..variants.multi_item import ItemArguments, is_zero
+from ..variants.multi_item import ItemArguments
 from .base import RAGGED
 from .engine_access.attributes import array_of_plan
 from .lse_mode import BASE_2, mode_of
@@ -125,7 +125,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             and prefix_len_ptr is None
             and token_pos_in_items_ptr is None
             and max_item_len_ptr is None
-            and is_zero(token_pos_in_items_len)
+            and token_pos_in_items_len.__class__ is int
+            and token_pos_in_items_len == 0
         ):
             self._planner.invalidate()
             items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)

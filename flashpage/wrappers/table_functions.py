@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base import checks
-from ..base.errors import CapabilityError, RunError
+from ..base.errors import CapabilityError, RunError, named
 from ..run.checks import NO_SCALES
 from .function_plans import Tables, plan_of
 from .plan_arguments import DecodeArguments, PrefillArguments
@@ -31,6 +31,8 @@ _REASONS = {
     "uses_spcompress": "it belongs to the trtllm-gen kernels: leave it None",
 }
 _USUAL = (None, False)
+_NAMES = {"head_dim_qk": "head_dim of query", "head_dim_vo": "head_dim of query", "q_data_type": "dtype of query"}
+_NAMES |= {"kv_data_type": "dtype of kv_cache", "o_data_type": "out_dtype, or the dtype of out,"}
 
 
 class _Call(NamedTuple):
@@ -50,6 +52,7 @@ class _Call(NamedTuple):
     return_lse: bool
 
 
+@named(_NAMES)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Any,
@@ -113,7 +116,7 @@ def trtllm_batch_decode_with_kv_cache(
     _refuse(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
-        o_scale=None if isinstance(o_scale, (int, float)) and o_scale == 1 else o_scale,
+        o_scale=None if o_scale.__class__ in (int, float) and o_scale == 1 else o_scale,
         mask=mask,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         kv_cache_sf=kv_cache_sf,
@@ -142,6 +145,7 @@ def trtllm_batch_decode_with_kv_cache(
     return _run(call, window_left, cum_seq_lens_q, q_len_per_req)
 
 
+@named(_NAMES)
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Any,

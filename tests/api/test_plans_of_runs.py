@@ -31,7 +31,7 @@ def pod(pages: torch.Tensor) -> Any:
 def test_a_mask_that_a_run_refuses_is_the_end_of_that_run_only(cache: torch.Tensor) -> None:
     wrapper, q, row = pod(ints(3)), torch.randn(4, HEADS, DIM), torch.randn(1, HEADS, DIM)
     expected = wrapper.run(q, cache, row, cache)
-    with pytest.raises(PlanError, match="custom_mask has 7 values"):
+    with pytest.raises(PlanError, match="custom_mask_p has 7 values"):
         wrapper.run(q, cache, row, cache, custom_mask_p=torch.ones(7, dtype=torch.bool))
     found = wrapper.run(q, cache, row, cache)
     assert all(map(torch.equal, found, expected))

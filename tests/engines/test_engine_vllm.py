@@ -274,8 +274,6 @@ def test_seq_lens_and_what_is_refused(flashinfer: types.ModuleType) -> None:
     plan_decode(wrapper, batch)
     with pytest.raises(CapabilityError, match="kv_cache_sf"):
         wrapper.run(batch.q, batch.kv, kv_cache_sf=torch.zeros(1))
-    with pytest.raises(CapabilityError, match="trtllm_batch_decode_with_kv_cache"):
-        flashinfer.decode.trtllm_batch_decode_with_kv_cache(query=batch.q, kv_cache=batch.kv)
 
 
 def test_decode_with_sinks(device: str, flashinfer: types.ModuleType) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +158,15 @@ def test_a_header_edited_while_a_process_runs(tmp_path: Path, monkeypatch: pytes
     header.write_text(original + "// edited\n")
     edited = source.key_of(spec, target)
     assert edited != before
-    compiled = job.Job.run
+    compiler = job.Job.running
 
-    def edit_meanwhile(running: job.Job) -> None:
-        compiled(running)
+    @contextlib.contextmanager
+    def edit_meanwhile(of_job: job.Job) -> Iterator[None]:
+        with compiler(of_job):
+            yield
         header.write_text(original)
 
-    monkeypatch.setattr(job.Job, "run", edit_meanwhile)
+    monkeypatch.setattr(job.Job, "running", edit_meanwhile)
     store = cache.Store(tmp_path / "store")
     with pytest.warns(RuntimeWarning, match="its sources changed while it was compiled"):
         entry, is_new = build.obtain(spec, target, store)

@@ -260,7 +260,7 @@ def test_requests_longer_than_the_table_are_told(layer: AttentionLayer, device: 
 def test_parents_come_first() -> None:
     with pytest.raises(ValueError, match=r"parents\[0\]\[1\]=1"):
         tree_mask([[-1, 1]], [2])
-    with pytest.raises(ValueError, match=r"seq_lens\[0\]=1 is less than its 2 guesses"):
+    with pytest.raises(ValueError, match=r"seq_lens\[0\]=1 is out of range: pass at least 2"):
         tree_mask([[-1, 0]], [1])
     with pytest.raises(ValueError, match="parents has 1 requests but seq_lens has 2"):
         tree_mask([[-1, 0]], [5, 6])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...base import checks
-from ...base.errors import CapabilityError, RunError
+from ...base.errors import CapabilityError, RunError, named
 from ...plan.lengths import Lengths, Names
 from ...plan.page_indices import NO_PAGES
 from ...run.checks import NO_SCALES
@@ -23,6 +23,17 @@ from .scores import Scores, refuse_training
 _NAMES = Names("cu_seqlens_q", "cu_seqlens_k", "last_page_len", "seq_lens")
 
 
+_SIZES = {"head_dim_qk": "head_dim of q", "q_data_type": "dtype of q"}
+_OF_VARLEN = _SIZES | {"head_dim_vo": "head_dim of v", "kv_data_type": "dtype of k"}
+_OF_CACHE = _SIZES | {"head_dim_vo": "head_dim of v_cache", "kv_data_type": "dtype of k_cache"}
+_OF_CACHE |= {
+    inner: f"{side}_cache"
+    for i, side in enumerate("kv")
+    for inner in (side, f"paged_kv_cache's {side}", f"paged_kv_cache[{i}]")
+}
+
+
+@named(_OF_VARLEN)
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -126,6 +137,7 @@ def flash_attn_with_kvcache(
     new = {name: tensor for name, tensor in (("k", k), ("v", v)) if tensor is not None}
     refuse_training(0, q=q, k_cache=k_cache, v_cache=v_cache, **new)
     return_softmax_lse = checks.flag("return_softmax_lse", return_softmax_lse, RunError)
+    checks.flag("rotary_interleaved", rotary_interleaved, RunError)
     _check_rows(q, "q", 4, "[batch, rows, heads, head_dim]")
     _check_rows(k_cache, "k_cache", 4, "[batch, tokens, kv_heads, head_dim], or pages with block_table")
     _check_rows(v_cache, "v_cache", 4, "the dimensions of k_cache")
@@ -145,11 +157,12 @@ def flash_attn_with_kvcache(
         seq_lens = seq_lens + k.shape[1]
     elif k is not None or v is not None or rotation is not None:
         raise RunError("k and v belong together, and rotary_cos needs them: pass both of them, or none.")
-    plan, lengths = _plan(q, (k_cache, v_cache), options, Tables(seq_lens, tables), num_splits)
-    attention = plan.on_device(lengths)
-    values = plan.values._replace(sm_scale=softmax_scale)
-    run = attention.run_of("basee")
-    result = run(q.flatten(0, 1), (k_cache, v_cache), None, None, return_softmax_lse, values, NO_SCALES)
+    with named(_OF_CACHE):
+        plan, lengths = _plan(q, (k_cache, v_cache), options, Tables(seq_lens, tables), num_splits)
+        attention = plan.on_device(lengths)
+        values = plan.values._replace(sm_scale=softmax_scale)
+        run = attention.run_of("basee")
+        result = run(q.flatten(0, 1), (k_cache, v_cache), None, None, return_softmax_lse, values, NO_SCALES)
     if not return_softmax_lse:
         return result.unflatten(0, (batch, rows))
     out, lse = (tensor.unflatten(0, (batch, rows)) for tensor in result)
