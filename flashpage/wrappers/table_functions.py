@@ -32,7 +32,7 @@ _REASONS = {
 }
 _USUAL = (None, False)
 _NAMES = {"head_dim_qk": "head_dim of query", "head_dim_vo": "head_dim of query", "q_data_type": "dtype of query"}
-_NAMES |= {"kv_data_type": "dtype of kv_cache", "o_data_type": "out_dtype, or the dtype of out,"}
+_NAMES |= {"kv_data_type": "dtype of kv_cache", "o_data_type": "out_dtype (or out's dtype)"}
 
 
 class _Call(NamedTuple):
