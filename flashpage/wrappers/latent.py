@@ -64,6 +64,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
     ) -> None:
         super().__init__(float_workspace_buffer, "NHD", use_cuda_graph, backend)
         self._lse_mode = "base2"
+        self._enable_pdl: bool | None = None
         buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         self._take_graph_buffers(None, **buffers)
 
@@ -109,7 +110,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             sm_scale: multiplies the scores; the model's, which no shape here tells.
             q_data_type, kv_data_type, output_dtype: types of q, of the latent rows and of the output (None: q's).
             query_layout, kv_cache_layout: "split" (two tensors) or "packed" (one); run takes both at any time.
-            lse_mode: "base2", "basee" or "none"; None: base 2.
+            lse_mode: "base2", "basee", or "none": base 2, if run returns an LSE all the same; None: base 2.
+            enable_pdl: programmatic dependent launch of the runs; None: if the card has it.
             use_sinks: whether runs get sinks; run takes them at any time.
             fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
                 the rest of the batch. None: balanced.
@@ -119,8 +121,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         checks.choice("output_scale", output_scale, ("none",))
         checks.choice("scale_mode", scale_mode, ("default",))
         checks.flag("use_sinks", use_sinks)
-        if enable_pdl is not None:
-            checks.flag("enable_pdl", enable_pdl)
+        self._enable_pdl = None if enable_pdl is None else checks.flag("enable_pdl", enable_pdl)
         if output_dtype is not None:
             output_dtype = checks.dtype("output_dtype", output_dtype)
         checks.choice("query_layout", query_layout, _LAYOUTS)
@@ -221,7 +222,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             checks.flag("return_lse_base_on_e", return_lse_base_on_e, RunError)
         run = self._attention.run_of("basee" if return_lse_base_on_e or self._lse_mode == "basee" else "base2")
         try:
-            return run(q, cache if len(cache) > 1 else cache[0], out, lse, return_lse, self._now, NO_SCALES, sinks)
+            part = cache if len(cache) > 1 else cache[0]
+            return run(q, part, out, lse, return_lse, self._now, NO_SCALES, sinks, self._enable_pdl)
         except FlashpageError as error:
             error.use_names({"q": "q_nope and q_pe"} if query is None else {"q": "query"})
             packed = dict.fromkeys((*_CACHES, *_CACHES.values()), "kv_cache")

@@ -262,7 +262,7 @@ def test_parents_come_first() -> None:
         tree_mask([[-1, 1]], [2])
     with pytest.raises(ValueError, match=r"seq_lens\[0\]=1 is out of range: pass at least 2"):
         tree_mask([[-1, 0]], [1])
-    with pytest.raises(ValueError, match="parents has 1 requests but seq_lens has 2"):
+    with pytest.raises(ValueError, match="parents has 1 requests and seq_lens 2"):
         tree_mask([[-1, 0]], [5, 6])
 
 

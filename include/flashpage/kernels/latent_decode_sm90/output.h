@@ -138,7 +138,6 @@ struct LatentOutput {
                      : fmaf(mine, weight[0][n][e], theirs * weight[1][n][e]);
   }
 
-  // The lane's four numbers of a tile: its two packed rows in two value columns, eight apart.
   // A copy with a lane that the compiler computes again, so that no row's place stays in registers.
   FP_DEVICE LatentOutput recomputed() const {
     LatentOutput again = *this;
@@ -146,6 +145,7 @@ struct LatentOutput {
     return again;
   }
 
+  // The lane's four numbers of a tile: its two packed rows in two value columns, eight apart.
   FP_DEVICE void write_tile(int block, int n, float a, float b, float c, float d) const {
     const int column = block * 64 + warp * 16 + lane / 4;
     if (item.partial_row >= 0) {

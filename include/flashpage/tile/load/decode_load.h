@@ -9,8 +9,8 @@
 
 namespace flashpage {
 
-// Every loading warp goes through the same units and loads every fourth slot. The last warp, whose first slot is needed
-// last, also publishes the units and their Q.
+// Every loading warp goes through the same units and loads its share of the slots, one in `warps`. The last warp, whose
+// first slot is needed last, also publishes the units and their Q.
 template <class Traits, class Shared>
 struct DecodeLoad {
   using S = Shape<Traits>;
