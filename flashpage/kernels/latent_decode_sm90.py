@@ -1,5 +1,4 @@
-"""Attention over latent rows (MLA) on Hopper. Plans do not choose it yet (kernels/__init__.py): it has run
-on the host only (tests/kernels/test_latent_kernel.py)."""
+"""Attention over latent rows (MLA) on Hopper."""
 
 from __future__ import annotations
 

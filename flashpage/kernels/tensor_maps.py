@@ -44,7 +44,8 @@ def loader_tokens(loader: str, page_size: int, tile_kv: int, *row_bytes: int) ->
 def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged: bool) -> native.BoxForm:
     """The form of K or V in boxes of `tokens`; a ragged view is one page. Raises RunError if no map can have its
     strides."""
-    row_bytes = view.head_dim * element_bytes
+    columns = max(view.head_dim, _STRIDE_BYTES // element_bytes)  # a cache without columns has a map too
+    row_bytes = columns * element_bytes
     counts = (view.page_size, view.num_heads, view.num_pages) if is_paged else (view.num_pages, view.num_heads, 1)
     strides = []
     for what, count, stride in zip(
@@ -61,7 +62,7 @@ def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged
     return native.BoxForm(
         element_bytes,
         (_BOX_BYTES // element_bytes, tokens, 1, 1),
-        (view.head_dim, *(max(1, count) for count in counts)),  # an empty cache has a map too
+        (columns, *(max(1, count) for count in counts)),  # so does an empty cache
         tuple(strides),
     )
 

@@ -207,12 +207,13 @@ def test_refused_runs() -> None:
     close(wrapper.run(*batch.parts()), batch.out)
 
 
-def test_a_card_says_that_it_has_no_kernel() -> None:
+def test_other_cards_say_that_they_have_no_kernel() -> None:
     from flashpage.kernels import choose, devices
     from flashpage.kernels.work import Problem
 
     wrapper = wrapper_of()
     wrapper.plan(metadata=Batch().csr(), **SIZES, **(OPTIONS | {"q_data_type": torch.bfloat16}))
     problem = Problem(wrapper._options, 16)
+    assert choose.choose_for_card(problem, devices.H200).kernel.name == "latent_decode_sm90"
     with pytest.raises(CapabilityError, match="no latent rows"):
-        choose.choose_for_card(problem, devices.H200)
+        choose.choose_for_card(problem, devices.named("A100"))

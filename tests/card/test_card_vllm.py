@@ -148,12 +148,13 @@ def test_caches_in_parts_of_larger_tensors() -> None:
 def test_what_v2_takes() -> None:
     blocks = Blocks(CASE)
     exp_sums, max_logits, tmp_out = partials(blocks)
-    for given in (
-        (exp_sums.transpose(0, 1).contiguous().transpose(0, 1), max_logits, tmp_out),
-        (exp_sums, max_logits, torch.cat([tmp_out, tmp_out], 2)),
-        (exp_sums, max_logits, tmp_out.float()),
+    contiguous = "On a card all three outputs must be contiguous"
+    for given, message in (
+        ((exp_sums.transpose(0, 1).contiguous().transpose(0, 1), max_logits, tmp_out), contiguous),
+        ((exp_sums, max_logits, torch.cat([tmp_out, tmp_out], 2)), contiguous),
+        ((exp_sums, max_logits, tmp_out.float()), "tmp_out has .* dtype torch.float32: pass .* torch.bfloat16"),
     ):
-        with pytest.raises(RunError, match="On a card all three outputs must be contiguous"):
+        with pytest.raises(RunError, match=message):
             vllm_ops.paged_attention_v2(blocks.out(DEVICE), *given, *blocks.arguments(DEVICE))
 
 

@@ -50,7 +50,6 @@ CHECKS: dict[type, Callable[[Any, str], Any]] = {Case: run_case, CascadeCase: ch
 STRATEGIES: list[Strategy] = [fuzz.cases, fuzz.cascades, fuzz.blocks, fuzz_graphs.graphs]
 STRATEGIES += [fuzz_wrappers.pods, fuzz_wrappers.mixed, fuzz_wrappers.matrices, fuzz_wrappers.variable_matrices]
 STRATEGIES += [fuzz_states.appends, fuzz_states.merges, fuzz_wrappers.latents]
-ON_CPU = (fuzz_wrappers.latents,)  # no kernel of a card has such rows
 SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.25")) * 60 / len(STRATEGIES)  # of each
 
 KEPT: list[Any] = []
@@ -112,8 +111,6 @@ def compare_rows(strategy: Strategy, device: str, number: int, end: float) -> in
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
 def test_random_rows(strategy: Any, device: str) -> None:
-    if strategy in ON_CPU and device != "cpu":
-        pytest.skip("no kernel of a card has such rows")
     torch.set_num_threads(1)
     compared = rounds(strategy, device)
     print(f"{strategy.__name__} on {device}: {compared} rows")

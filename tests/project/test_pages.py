@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
 import linecache
 import os
@@ -81,6 +82,10 @@ def run_blocks(page: str, titles: tuple[str, ...], tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     if "import transformers" in (text := (ROOT / page).read_text()) or "from transformers" in text:
         pytest.importorskip("transformers")
+    if "import varlen_attn" in text:
+        varlen = pytest.importorskip("torch.nn.attention.varlen")
+        if "seqused_k" not in inspect.signature(varlen.varlen_attn).parameters:
+            pytest.skip("this torch's varlen_attn takes no pages")
     module = types.ModuleType("page")  # torch.compile looks names up in a module
     monkeypatch.setitem(sys.modules, "page", module)
     for block in (b for b in blocks(page) if b.language == "python" and b.title in titles):

@@ -25,9 +25,8 @@ PACKAGE = overlay.Package(
     __doc__,
     modules={"": "flashpage"} | {name: f"flashpage.{name}" for name in SUBMODULES},
     others=frozenset({"__version__", *REASONS}),
-    # The package takes the names of its modules; latent attention has no kernel for cards yet; FlashInfer's own modules
-    # use their helpers.
-    kept=("", "mla", "utils"),
+    # The package takes the names of its modules; FlashInfer's own modules use their helpers.
+    kept=("", "utils"),
 )
 
 

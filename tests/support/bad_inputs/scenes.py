@@ -263,7 +263,7 @@ def _latent() -> Scene:
     made = Step("flashpage.mla:BatchMLAPagedAttentionWrapper", workspace)
     planned = Step(".plan", plan, lambda make: {"fixed_split_size": 128, "kv_data_type": make.dtype})
     steps = (made, planned, Step(".run", run, extras))
-    return Scene("BatchMLAPagedAttentionWrapper", steps, cuda=False)  # no kernel of a card reads latent rows
+    return Scene("BatchMLAPagedAttentionWrapper", steps)
 
 
 def _cascade() -> list[Scene]:

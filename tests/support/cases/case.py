@@ -75,8 +75,8 @@ class Case:
         return self.q_dtype.startswith("float8")
 
     def runs_on(self, device: str) -> bool:
-        """fp32 queries and latent rows run only on the CPU."""
-        return device == "cpu" or (self.q_dtype != "float32" and self.entry != "latent")
+        """fp32 queries and outputs run only on the CPU."""
+        return device == "cpu" or "float32" not in (self.q_dtype, self.out_type)
 
     def __str__(self) -> str:
         return self.name

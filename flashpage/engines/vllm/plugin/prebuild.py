@@ -12,7 +12,7 @@ from ....kernels.context_classes import CLASSES
 from ....kernels.options import Options
 from ....kernels.spec import KernelSpec
 from ....kernels.work import Problem
-from ....plan.prepared_kernels import trace
+from ....plan.prepared_kernels import mask_tiles_spec, trace
 from .group_plans import GroupPlans, Use
 
 
@@ -29,7 +29,8 @@ def prebuild(plans: GroupPlans, uses: tuple[Use, ...]) -> None:
 
 
 def _attention(options: Options, device: torch.device) -> list[KernelSpec]:
-    """The kernels for all numbers of rows, a power of two each, and for contexts of any length."""
+    """The kernels for all numbers of rows, a power of two each, and for contexts of any length, with those that find
+    their tiles before them on a card."""
     variant = trace(options, 1.0, device).spec
     rows = [options.group_size] if options.uniform_q_len else [1 << i for i in range(choose.MANY_ROWS.bit_length())]
     problems = (
@@ -38,7 +39,9 @@ def _attention(options: Options, device: torch.device) -> list[KernelSpec]:
         for is_known in (True, False)
         for contexts in CLASSES
     )
-    return [choose.choose(problem, device, variant).spec for problem in problems]
+    choices = [choose.choose(problem, device, variant) for problem in problems]
+    before = [mask_tiles_spec(choice, options) for choice in choices] if device.type == "cuda" else []
+    return [choice.spec for choice in choices] + [spec for spec in before if spec is not None]
 
 
 def _helpers(plans: GroupPlans) -> list[KernelSpec]:
