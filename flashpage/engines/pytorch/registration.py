@@ -6,6 +6,7 @@ The kernel that was there before runs the rest: gradients, dropout, some shapes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,9 @@ except ImportError:
     ) from None
 
 NAME = "flashpage"
+# Of a thread; `is_within_own`: it is inside of torch's own kernel, which calls the next operator with tensors that do not
+# show any more that they need a gradient.
+_local = threading.local()
 
 
 class Registration:
@@ -60,12 +64,18 @@ def _with_own(implementation: Callable[..., Any], own: Any) -> Callable[..., Any
     """The implementation, or torch's own kernel for what it lacks."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        is_within_own = getattr(_local, "is_within_own", False)
         try:
-            return implementation(*args, **kwargs)
+            if own is None or not is_within_own:
+                return implementation(*args, **kwargs)
         except CapabilityError:
             if own is None:
                 raise
-        return own.call_boxed(keys, *args, **kwargs)
+        _local.is_within_own = True
+        try:
+            return own.call_boxed(keys, *args, **kwargs)
+        finally:
+            _local.is_within_own = is_within_own
 
     return kernel
 
