@@ -25,8 +25,8 @@ except ImportError:
     ) from None
 
 NAME = "flashpage"
-# Of a thread; `is_within_own`: it is inside of torch's own kernel, which calls the next operator with tensors that do not
-# show any more that they need a gradient.
+# `is_within_own`: this thread is inside of a kernel of torch's, which calls the next operator with views that do not show
+# that they need a gradient.
 _local = threading.local()
 
 
