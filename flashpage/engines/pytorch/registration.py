@@ -25,8 +25,8 @@ except ImportError:
     ) from None
 
 NAME = "flashpage"
-# `is_within_own`: this thread is inside of a kernel of torch's, which calls the next operator with views that do not show
-# that they need a gradient.
+# `is_within_own`: this thread is inside of a kernel of torch's, which calls the next operator with views that do not
+# show that they need a gradient.
 _local = threading.local()
 
 
