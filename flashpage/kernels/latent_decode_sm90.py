@@ -6,7 +6,7 @@ from . import wgmma_source
 from .kernel import HALF, AttentionKernel, attention_traits, capability, dtypes
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
-from .tile import MERGE_ITEM_ROWS, Cost, Tile
+from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
 from .work import InnerLoop, Work
 
 _TOKENS = 64  # of a slot: the rows of a product
@@ -46,14 +46,16 @@ def _same_type(work: Work) -> str | None:
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
+    card = work.card
     return Cost(
         heads_on_axis=False,
-        ns_per_token=work.options.token_bytes / work.card.sm_bytes_per_ns,
+        ns_per_token=work.options.token_bytes / card.sm_bytes_per_ns,
         ns_per_unit=500.0,
         ns_per_piece=1500.0,
         min_piece_tokens=128,
         merge_rows=MERGE_ITEM_ROWS,
         ns_per_merge=3100.0,
+        cluster=ClusterCost(piece_tokens=_TOKENS, ns_per_cluster_merge=1800.0, full_speed_share=card.full_speed_share),
     )
 
 
@@ -73,6 +75,7 @@ KERNEL = AttentionKernel(
     cost=_cost,
     loader=boxes_or_rows,
     row_alignment=16,
+    merges_in_launch=True,
     sources=wgmma_source.render_transposed,
     traits=_traits,
 )

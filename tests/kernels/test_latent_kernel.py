@@ -122,7 +122,8 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
         starts[cta]["items"]["begin"], starts[cta]["items"]["end"] = end - len(items[cta]), end
         if items[cta]:
             starts[cta]["first"] = items[cta][0][0]
-    data = np.concatenate([part.view(np.uint8) for part in (header, starts, *everything, *merges)])
+    arrivals = np.zeros(len(merges), np.uint32)
+    data = np.concatenate([part.view(np.uint8) for part in (header, starts, *everything, *merges, arrivals)])
     memory = np.zeros(len(data) + 128, np.uint8)  # a kernel reads the first item of a CTA that has none
     memory[: len(data)] = data
     partial_out = torch.full((partial + 1, case.value_dim), math.nan)
@@ -130,7 +131,7 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
 
 
 def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Runs the CTAs and, if units are cut, the merge; returns out, lse, and barriers that miss arrivals."""
+    """Runs the CTAs one after another; returns out, lse, and barriers that miss arrivals."""
     spec, q = spec_of(case), torch.cat(inputs.q)
     assert spec.tile is not None
     first, second = (half.squeeze(2) for half in inputs.cache.argument("cpu"))
@@ -169,21 +170,6 @@ def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tenso
     maps = (Map * 4)(*(map_of(half.unsqueeze(2), (128, box, 1, 1)) for half in (first, second)))
     args = native.VariantArgs()
     left = kernel(case).run_latent(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
-    if cut:
-        merge = native.MergeParams(
-            plan=params.plan,
-            partial_out=params.partial_out,
-            partial_lse=params.partial_lse,
-            out=params.out,
-            lse=params.lse,
-            out_row_stride=params.out_row_stride,
-            out_head_stride=params.out_head_stride,
-            head_dim_vo=case.value_dim,
-            num_q_heads=case.num_q_heads,
-            group=params.group,
-        )
-        flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type] }",)
-        ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
     return out, lse, left
 
 

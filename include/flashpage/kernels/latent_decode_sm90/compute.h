@@ -1,5 +1,6 @@
 // The computing warpgroups of latent_decode_sm90: they multiply the slots that the loading warps fill.
 #pragma once
+#include "flashpage/kernels/latent_decode_sm90/merge.h"
 #include "flashpage/kernels/latent_decode_sm90/output.h"
 #include "flashpage/kernels/latent_decode_sm90/state.h"
 #include "flashpage/ptx/convert.h"
@@ -30,6 +31,7 @@ struct LatentCompute {
   int team = thread / team_threads, warp = thread / 32 % Warps::team;
   int first_row = Warps::row_teams > 1 ? team * Shared::rows : 0;  // of the team, in the unit
   u32 use = 0;                                                     // uses of the ring before this unit
+  bool others_were_done = false;                                   // known by thread 0: LatentMerge
 
   FP_DEVICE LatentCompute(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
@@ -42,7 +44,9 @@ struct LatentCompute {
       ptx::fence_before_products();  // Q was copied by cp.async
       attend(place, shared.query[shared.place_ring.slot(unit_use)]);
       use += place.slots;
+      const LatentMerge<Traits> merge(place);
       shared.place_ring.release(unit_use);
+      merge.run(shared, params, thread, others_were_done);
     }
     if (thread == 0) {
       stamp<Traits>(params, Stamp::end);
@@ -63,10 +67,13 @@ struct LatentCompute {
     ColumnState<tiles> state;
     state.clear();
     if (rank == 0 && params.sinks && item.piece == 0) begin_with_sinks(state, unit);
+    others_were_done = false;
     const float scale = params.score_scale * log2_e;
     for (int slot = rank; slot < slotted.slots; slot += Warps::token_teams) {
       const i32 first = slotted.first_token + slot * tokens;
       u8* tile = shared.slots[shared.ring.slot(use + slot)];
+      if (thread == 0 && slot + Warps::token_teams >= slotted.slots)
+        others_were_done = LatentMerge<Traits>(slotted).others_are_done();
       shared.ring.wait_full(use + slot);
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
       if (first < unit.kv_begin || first + tokens > unit.kv_end) clear_hidden(tile, unit, first);

@@ -11,6 +11,7 @@ namespace flashpage {
 template <class Traits>
 struct LatentWarps {
   static constexpr int loading = 4;  // a warpgroup, because setmaxnreg works on warpgroups
+  static constexpr int slot_loaders = 2, publisher = 3;
   static constexpr int team = 4;     // a warpgroup, which multiplies whole slots
   static constexpr int teams = 2;
   // The teams alternate on the slots, or both multiply every slot, with other rows.
@@ -28,9 +29,6 @@ struct LatentShared {
   using Cache = typename Traits::Cache;
   static constexpr int tokens = Traits::tile_kv;                 // of one slot: rows of a product
   static constexpr int rows = Traits::tile_q / Traits::warps_q;  // of a team: columns of a product
-  // A warp that skipped a whole round of the ring could take a phase for the next one of the same parity.
-  static constexpr int loading_warps = min_of(LatentWarps<Traits>::loading, Traits::stages);
-  static constexpr bool merges_in_launch = false;
   using Slot = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;
   using QueryRows = SwizzledRows<Cache, Traits::head_dim_qk, Traits::tile_q>;
   using Probabilities = SwizzledRows<Cache, tokens, rows>;  // a row of q has the slot's tokens
@@ -58,13 +56,15 @@ struct LatentShared {
   alignas(1024) u8 probabilities[LatentWarps<Traits>::teams][Probabilities::tile_bytes];
   // At a unit's end each team hands a block of values over to the other.
   alignas(128) float4 exchange[Traits::warps_kv][Traits::warps_kv > 1 ? rows / 8 : 1][Traits::warps_kv > 1 ? 128 : 1];
-  i32 pages_ahead[Traits::loader == Loader::rows ? Traits::stages : 1][tokens];  // of DecodeRows
+  i32 pages_ahead[Traits::loader == Loader::rows ? Traits::stages : 1][tokens];  // of LatentRows
   float top[LatentWarps<Traits>::teams][LatentWarps<Traits>::team][rows];        // maxima of the warps' scores
   float maximum[LatentWarps<Traits>::teams][rows];                               // of the teams' states
   float sum[LatentWarps<Traits>::teams][LatentWarps<Traits>::team][rows];
+  alignas(16) float merge_sums[LatentWarps<Traits>::computing][132];  // of ArrivalMerge
   SlottedPlace places[places_ahead];
   SlotRing<Traits::stages> ring;
   SlotRing<places_ahead> place_ring;
+  u32 is_last_piece;
 };
 
 template <class Traits>

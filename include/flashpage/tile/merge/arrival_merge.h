@@ -55,6 +55,17 @@ struct ArrivalMerge {
     if (share == 0) write(job[0]);
   }
 
+  // As `run`, by all of `ctas` CTAs: each does every ctas-th job.
+  FP_DEVICE void run_share(int warp, int cta, int ctas) const {
+    const int jobs = merge.num_rows * jobs_a_row, step = warps * ctas;
+#pragma unroll 1
+    for (int first = warp * ctas + cta; first < jobs; first += step) {
+      Job job[1] = {Job(*this, first)};
+      sum_partials(job, 0, 0);
+      write(job[0]);
+    }
+  }
+
  private:
   FP_DEVICE void run_many(int jobs, int warp) const {
     constexpr int together = 4;
