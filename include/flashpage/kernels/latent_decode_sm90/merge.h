@@ -49,7 +49,9 @@ struct LatentMerge {
       shared.is_last_piece = others_were_done || is_last_arrival(arrivals, merge.num_partials);
     }
     ptx::named_barrier(barrier, threads);
-    if (shared.is_last_piece) all.run(shared.merge_sums, thread / 32);
+    if (!shared.is_last_piece) return;
+    all.run(shared.merge_sums(), thread / 32);
+    if constexpr (LatentWarps<Traits>::row_teams > 1) ptx::named_barrier(barrier, threads);
   }
 };
 

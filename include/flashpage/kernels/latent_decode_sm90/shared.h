@@ -20,8 +20,8 @@ struct LatentWarps {
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place
-  static constexpr int loading_registers = 120;
-  static constexpr int computing_registers = 192;
+  static constexpr int loading_registers = 104;
+  static constexpr int computing_registers = 200;
 };
 
 template <class Traits>
@@ -51,6 +51,15 @@ struct LatentShared {
     }
   }
 
+  // Memory for ArrivalMerge, free at a unit's end; with row teams, until the next unit's first product.
+  FP_DEVICE auto merge_sums() -> float (&)[LatentWarps<Traits>::computing][132] {
+    using Sums = float[LatentWarps<Traits>::computing][132];
+    constexpr bool has_exchange = Traits::warps_kv > 1;
+    static_assert(sizeof(Sums) <= (has_exchange ? sizeof(exchange) : sizeof(probabilities)));
+    u8* memory = has_exchange ? reinterpret_cast<u8*>(exchange) : reinterpret_cast<u8*>(probabilities);
+    return *reinterpret_cast<Sums*>(memory);
+  }
+
   alignas(1024) u8 slots[Traits::stages][slot_bytes];
   alignas(1024) u8 query[places_ahead][QueryRows::tile_bytes];
   alignas(1024) u8 probabilities[LatentWarps<Traits>::teams][Probabilities::tile_bytes];
@@ -60,7 +69,6 @@ struct LatentShared {
   float top[LatentWarps<Traits>::teams][LatentWarps<Traits>::team][rows];        // maxima of the warps' scores
   float maximum[LatentWarps<Traits>::teams][rows];                               // of the teams' states
   float sum[LatentWarps<Traits>::teams][LatentWarps<Traits>::team][rows];
-  alignas(16) float merge_sums[LatentWarps<Traits>::computing][132];  // of ArrivalMerge
   SlottedPlace places[places_ahead];
   SlotRing<Traits::stages> ring;
   SlotRing<places_ahead> place_ring;

@@ -8,6 +8,9 @@ inline u32 warp_max(u32 x) {
   const auto all = hopper::of_lanes(x);
   return *std::max_element(all.begin(), all.end());
 }
-float warp_max(float);
+inline float warp_max(float x) {
+  const auto all = hopper::of_lanes(x);
+  return *std::max_element(all.begin(), all.end());
+}
 
 }  // namespace flashpage::ptx
