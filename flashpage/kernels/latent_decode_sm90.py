@@ -11,13 +11,15 @@ from .work import InnerLoop, Work
 
 _TOKENS = 64  # of a slot: the rows of a product
 _MOST_STAGES = 8  # the header uses as many as fit
+COLUMN_TEAMS = True
 _TILES = (16, 32, 64)  # packed rows of a unit
 
 
 def _tile(work: Work) -> Tile:
     rows = next((rows for rows in _TILES if work.packed_rows <= rows), _TILES[-1])
-    row_teams = 2 if rows == 64 else 1  # warpgroups with rows of their own, or that alternate on the slots
-    return Tile(rows, _TOKENS, row_teams, 2 // row_teams, _MOST_STAGES)
+    # Two warpgroups have rows of their own, or columns of their own; or they alternate on the slots.
+    row_teams, column_teams = (2, 1) if rows == 64 else (1, 2 if COLUMN_TEAMS else 1)
+    return Tile(rows, _TOKENS, row_teams, 2 // (row_teams * column_teams), _MOST_STAGES, warps_v=column_teams)
 
 
 def _only_latent_rows(work: Work) -> str | None:

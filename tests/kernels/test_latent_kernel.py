@@ -65,6 +65,7 @@ def kernel(case: Case) -> ctypes.CDLL:
     names = {"bfloat16": "Bf16", "float16": "Half"}
     values: dict[str, Any] = {"CACHE": names[case.q_dtype], "OUT": names[case.out_type], "LOADER": spec.loader}
     values |= {"TILE_Q": spec.tile.tile_q, "STAGES": spec.tile.stages}
+    values |= {"WARPS_Q": spec.tile.warps_q, "WARPS_KV": spec.tile.warps_kv, "WARPS_V": spec.tile.warps_v}
     values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return ctypes.CDLL(str(shared_library("latent_kernel.cpp", first_include="hopper", flags=flags)))

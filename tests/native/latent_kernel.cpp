@@ -1,5 +1,6 @@
 // All of latent_decode_sm90 on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX manual.
-// For tests/kernels/test_latent_kernel.py, which sets CACHE, OUT, TILE_Q, STAGES, HEAD_DIM_QK, HEAD_DIM_VO and LOADER.
+// For tests/kernels/test_latent_kernel.py, which sets CACHE, OUT, TILE_Q, WARPS_Q,
+// WARPS_KV, WARPS_V, STAGES, HEAD_DIM_QK, HEAD_DIM_VO and LOADER.
 #include "flashpage/kernels/latent_decode_sm90/kernel.h"
 #include "hopper.h"
 
@@ -67,7 +68,7 @@ struct Traits {
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
   static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int tile_q = TILE_Q, tile_kv = 64;
-  static constexpr int warps_q = TILE_Q == 64 ? 2 : 1, warps_kv = 2 / warps_q, warps_v = 1;
+  static constexpr int warps_q = WARPS_Q, warps_kv = WARPS_KV, warps_v = WARPS_V;
   static constexpr int stages = STAGES, ctas = 1, ctas_per_sm = 1, shared_limit = 0, ring_bytes = 0;
   static constexpr bool trace = false;
 };

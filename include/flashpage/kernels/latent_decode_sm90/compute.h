@@ -18,7 +18,8 @@ struct LatentCompute {
   using Slot = typename Shared::Slot;
   using QueryRows = typename Shared::QueryRows;
   using Cache = typename Traits::Cache;
-  static constexpr int tokens = Shared::tokens, blocks = Shared::blocks;
+  static constexpr int tokens = Shared::tokens;
+  static constexpr int blocks = Shared::blocks / Warps::column_teams;  // of value columns, of a team
   static constexpr int tiles = Shared::rows / 8;  // of packed rows
   static constexpr int team_threads = 32 * Warps::team;
   using Scores = float[tiles][4];
@@ -30,6 +31,7 @@ struct LatentCompute {
   int lane = threadIdx.x % 32;
   int team = thread / team_threads, warp = thread / 32 % Warps::team;
   int first_row = Warps::row_teams > 1 ? team * Shared::rows : 0;  // of the team, in the unit
+  int first_block = Warps::column_teams > 1 ? team * blocks : 0;   // of the team
   u32 use = 0;                                                     // uses of the ring before this unit
   bool others_were_done = false;                                   // known by thread 0: LatentMerge
 
@@ -57,6 +59,7 @@ struct LatentCompute {
  private:
   FP_DEVICE int team_barrier() const { return LatentOutput<Traits>::barrier + 1 + team; }
   FP_DEVICE void meet() const { ptx::named_barrier(team_barrier(), team_threads); }
+  FP_DEVICE void meet_all() const { ptx::named_barrier(LatentOutput<Traits>::barrier, 32 * Warps::computing); }
 
   FP_DEVICE void attend(const SlottedPlace& slotted, u8* query_tile) {
     const WorkItem& item = slotted.place.item;
@@ -79,7 +82,12 @@ struct LatentCompute {
       if (first < unit.kv_begin || first + tokens > unit.kv_end) clear_hidden(tile, unit, first);
       if constexpr (Traits::loader == Loader::rows) ptx::fence_before_products();
       Scores scores;
-      multiply_keys(scores, tile, query_tile);
+      if constexpr (Warps::column_teams > 1) {
+        multiply_half_of_keys(scores, tile, query_tile);
+        add_other_half(scores);
+      } else {
+        multiply_keys(scores, tile, query_tile);
+      }
 #pragma unroll
       for (int n = 0; n < tiles; ++n)
 #pragma unroll
@@ -91,12 +99,12 @@ struct LatentCompute {
       state.exponentiate(scores);
       store_probabilities(scores);
       ptx::fence_before_products();
-      meet();
+      Warps::column_teams > 1 ? meet_all() : meet();
       multiply_values(values, tile);
       if (lane == 0) shared.ring.release(use + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
-    LatentOutput<Traits>{shared, params, item, unit, thread, team, rank, first_row}.write(state, values);
+    LatentOutput<Traits>{shared, params, item, unit, thread, team, rank, first_row, first_block}.write(state, values);
   }
 
   // Rows begin with their sinks in one lane of the team; maxima are those of all lanes.
@@ -129,10 +137,40 @@ struct LatentCompute {
     ptx::wgmma_settle(scores);
   }
 
+  // As above, for the team's half of each panel of K and Q; columns that only pad a panel are zero.
+  FP_DEVICE void multiply_half_of_keys(Scores& scores, u8* tile, u8* query_tile) const {
+    const ptx::Matrix keys(ptx::shared_address(tile) + team * 64, 0);
+    const ptx::Matrix query(ptx::shared_address(query_tile) + team * 64, 0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Slot::panels * 2; ++step) {
+      const int panel = step / 2, in_panel = step % 2 * 32;
+      Traits::KeyProduct::multiply(scores, keys.at(panel * Slot::panel_bytes + in_panel),
+                                   query.at(panel * QueryRows::panel_bytes + in_panel), step > 0);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(scores);
+  }
+
+  // The other team's scores are overwritten after the barrier that follows the probabilities.
+  FP_DEVICE void add_other_half(Scores& scores) const {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n)
+      shared.exchange[team][n][thread % 128] =
+          make_float4(scores[n][0], scores[n][1], scores[n][2], scores[n][3]);
+    meet_all();
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+      const float4 other = shared.exchange[1 - team][n][thread % 128];
+      scores[n][0] += other.x, scores[n][1] += other.y, scores[n][2] += other.z, scores[n][3] += other.w;
+    }
+  }
+
   // O^T += V^T P^T. A block of V^T is a panel of the slot.
   FP_DEVICE void multiply_values(Values& values, u8* tile) const {
-    const ptx::Matrix slot(ptx::shared_address(tile), 0);
-    const ptx::Matrix probabilities(ptx::shared_address(shared.probabilities[team]), 0);
+    const ptx::Matrix slot(ptx::shared_address(tile) + first_block * Slot::panel_bytes, 0);
+    const ptx::Matrix probabilities(ptx::shared_address(probabilities_tile()), 0);
     ptx::wgmma_fence();
 #pragma unroll
     for (int block = 0; block < blocks; ++block)
@@ -172,11 +210,15 @@ struct LatentCompute {
       }
   }
 
-  // Writes P^T as the product reads it: a row for each packed row, with the tokens side by side.
+  FP_DEVICE u8* probabilities_tile() const { return shared.probabilities[Warps::column_teams > 1 ? 0 : team]; }
+
+  // Writes P^T as the product reads it: a row for each packed row, with the tokens side by side. Column teams have the
+  // same scores, and write half of them each.
   FP_DEVICE void store_probabilities(const Scores& scores) const {
-    const u32 tile = ptx::shared_address(shared.probabilities[team]);
+    const u32 tile = ptx::shared_address(probabilities_tile());
 #pragma unroll
     for (int n = 0; n < tiles; n += 2) {
+      if (Warps::column_teams > 1 && (n / 2 + warp) % 2 != team) continue;
       u32 pairs[4];  // tokens 0 to 7 and 8 to 15 of the warp, for two tiles of packed rows
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -191,14 +233,14 @@ struct LatentCompute {
   // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN.
   FP_DEVICE void clear_hidden(u8* tile, const Unit& unit, i32 first) const {
     constexpr int chunks = Traits::head_dim_vo / 8;
-    constexpr int threads = Warps::row_teams * team_threads;  // that read the slot
+    constexpr int threads = Warps::slot_teams * team_threads;  // that read the slot
     for (int i = thread % threads; i < tokens * chunks; i += threads) {
       const int row = i / chunks, chunk = i % chunks;
       if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
       *reinterpret_cast<uint4*>(tile + Slot::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_products();
-    Warps::row_teams > 1 ? ptx::named_barrier(LatentOutput<Traits>::barrier, threads) : meet();
+    Warps::slot_teams > 1 ? meet_all() : meet();
   }
 };
 

@@ -56,7 +56,7 @@ struct LatentDecodeSm90 {
       ptx::prefetch_tensor_map(maps.k);
       if constexpr (Traits::head_dim_qk > Traits::head_dim_vo) ptx::prefetch_tensor_map(maps.v);
     }
-    shared.ring.init(Load::SlotLoader::arrivals, Warps::team * Warps::row_teams);
+    shared.ring.init(Load::SlotLoader::arrivals, Warps::team * Warps::slot_teams);
     shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
     ptx::mbarrier_init_fence();
   }

@@ -15,7 +15,8 @@ struct LatentOutput {
   using Warps = LatentWarps<Traits>;
   using Shared = LatentShared<Traits>;
   static constexpr int barrier = 1;  // name
-  static constexpr int threads = 32 * Warps::computing, tiles = Shared::rows / 8, blocks = Shared::blocks;
+  static constexpr int threads = 32 * Warps::computing, tiles = Shared::rows / 8;
+  static constexpr int blocks = Shared::blocks / Warps::column_teams;  // of a team
   static constexpr int own = blocks / Warps::token_teams;
   using Values = float[blocks][tiles][4];
 
@@ -23,7 +24,7 @@ struct LatentOutput {
   const AttentionParams& params;
   const WorkItem& item;
   const Unit& unit;
-  int thread, team, rank, first_row;
+  int thread, team, rank, first_row, first_block;
   int lane = threadIdx.x % 32, warp = thread / 32 % Warps::team;
 
   FP_DEVICE void write(ColumnState<tiles>& state, const Values& values) {
@@ -35,7 +36,7 @@ struct LatentOutput {
   }
 
  private:
-  // A team that has all tokens of its rows.
+  // A team that has all tokens of its rows, or of its columns.
   FP_DEVICE void write_alone(ColumnState<tiles>& state, const Values& values) {
     const int name = barrier + 1 + team;
     hand_state_over(state);
@@ -48,13 +49,13 @@ struct LatentOutput {
       for (int e = 0; e < 2; ++e) {
         const float total = sum_of_team(team, local_row(n, e));
         factor[e] = total == 0.f ? 0.f : value_scale * ptx::reciprocal_approx(total);
-        if (warp == 0 && lane < 4) write_lse(row_of(n, e), state.maximum[n][e], total);
+        if (first_block == 0 && warp == 0 && lane < 4) write_lse(row_of(n, e), state.maximum[n][e], total);
       }
 #pragma unroll
       for (int block = 0; block < blocks; ++block) {
         const float (&tile)[4] = values[block][n];
         const LatentOutput here = recomputed();
-        here.write_tile(block, n, tile[0] * factor[0], tile[1] * factor[1], tile[2] * factor[0], tile[3] * factor[1]);
+        here.write_tile(first_block + block, n, tile[0] * factor[0], tile[1] * factor[1], tile[2] * factor[0], tile[3] * factor[1]);
       }
     }
     ptx::named_barrier(name, 128);  // the sums are free again

@@ -14,9 +14,10 @@ struct LatentWarps {
   static constexpr int slot_loaders = 2, publisher = 3;
   static constexpr int team = 4;     // a warpgroup, which multiplies whole slots
   static constexpr int teams = 2;
-  // The teams alternate on the slots, or both multiply every slot, with other rows.
-  static constexpr int token_teams = Traits::warps_kv, row_teams = Traits::warps_q;
-  static_assert(token_teams * row_teams == teams);
+  // The teams alternate on the slots; or both multiply every slot, with other rows, or with other columns.
+  static constexpr int token_teams = Traits::warps_kv, row_teams = Traits::warps_q, column_teams = Traits::warps_v;
+  static constexpr int slot_teams = row_teams * column_teams;  // that read the same slot
+  static_assert(token_teams * slot_teams == teams);
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place
@@ -29,6 +30,7 @@ struct LatentShared {
   using Cache = typename Traits::Cache;
   static constexpr int tokens = Traits::tile_kv;                 // of one slot: rows of a product
   static constexpr int rows = Traits::tile_q / Traits::warps_q;  // of a team: columns of a product
+  static constexpr bool has_exchange = Traits::warps_q == 1;
   using Slot = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;
   using QueryRows = SwizzledRows<Cache, Traits::head_dim_qk, Traits::tile_q>;
   using Probabilities = SwizzledRows<Cache, tokens, rows>;  // a row of q has the slot's tokens
@@ -39,22 +41,21 @@ struct LatentShared {
   static_assert(Traits::head_dim_vo % 128 == 0 && Traits::head_dim_qk % 16 == 0, "blocks of two teams, whole steps");
   static_assert(Traits::stages % Traits::warps_kv == 0, "a slot always belongs to the same team");
 
-  // Issues a warp's copies of the unit's rows of q; offset(row) returns query_offset.
+  // Issues a warp's copies of the unit's rows of q; offset(row) returns query_offset. Panels are filled up with zeros.
   FP_DEVICE static void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int lane,
                                    auto&& offset) {
-    constexpr int chunks = QueryRows::used_bytes / 16;
+    constexpr int used = QueryRows::used_bytes / 16, chunks = QueryRows::panels * 8;
 #pragma unroll 4
     for (int i = lane; i < Traits::tile_q * chunks; i += 32) {
       const int row = i / chunks, chunk = i % chunks;
-      const Cache* from = static_cast<const Cache*>(params.q) + offset(row) + chunk * 8;
-      ptx::cp_async<16>(destination + QueryRows::chunk_offset(row, chunk), from, row < unit.num_rows);
+      const Cache* from = static_cast<const Cache*>(params.q) + offset(row) + (chunk < used ? chunk * 8 : 0);
+      ptx::cp_async<16>(destination + QueryRows::chunk_offset(row, chunk), from, row < unit.num_rows && chunk < used);
     }
   }
 
   // Memory for ArrivalMerge, free at a unit's end; with row teams, until the next unit's first product.
   FP_DEVICE auto merge_sums() -> float (&)[LatentWarps<Traits>::computing][132] {
     using Sums = float[LatentWarps<Traits>::computing][132];
-    constexpr bool has_exchange = Traits::warps_kv > 1;
     static_assert(sizeof(Sums) <= (has_exchange ? sizeof(exchange) : sizeof(probabilities)));
     u8* memory = has_exchange ? reinterpret_cast<u8*>(exchange) : reinterpret_cast<u8*>(probabilities);
     return *reinterpret_cast<Sums*>(memory);
@@ -63,8 +64,8 @@ struct LatentShared {
   alignas(1024) u8 slots[Traits::stages][slot_bytes];
   alignas(1024) u8 query[places_ahead][QueryRows::tile_bytes];
   alignas(1024) u8 probabilities[LatentWarps<Traits>::teams][Probabilities::tile_bytes];
-  // At a unit's end each team hands a block of values over to the other.
-  alignas(128) float4 exchange[Traits::warps_kv][Traits::warps_kv > 1 ? rows / 8 : 1][Traits::warps_kv > 1 ? 128 : 1];
+  // Token teams hand blocks of values over to each other at a unit's end, column teams their scores of each slot.
+  alignas(128) float4 exchange[has_exchange ? 2 : 1][has_exchange ? rows / 8 : 1][has_exchange ? 128 : 1];
   i32 pages_ahead[Traits::loader == Loader::rows ? Traits::stages : 1][tokens];  // of LatentRows
   float top[LatentWarps<Traits>::teams][LatentWarps<Traits>::team][rows];        // maxima of the warps' scores
   float maximum[LatentWarps<Traits>::teams][rows];                               // of the teams' states
@@ -83,7 +84,8 @@ struct LatentFits {
 // Given with as many slots as fit, at most Given::stages: the same number for each team.
 template <class Given>
 struct LatentStages {
-  using Traits = WithStages<Given, fitting_stages<LatentFits, Given, Given::stages / 2 * 2, 2, 2>()>;
+  static constexpr int step = Given::warps_kv;
+  using Traits = WithStages<Given, fitting_stages<LatentFits, Given, Given::stages / step * step, step, 2>()>;
 };
 
 }  // namespace flashpage

@@ -181,7 +181,7 @@ struct LatentRows {
       for (int i = 0; i < batch; ++i) {
         const int row = (begin + i) * rows_a_copy + lane_row;
         first_from[i] = __shfl_sync(0xffffffff, first, row) + lane_chunk * 16;
-        if (tail_chunks > 0) second_from[i] = __shfl_sync(0xffffffff, second, row) + lane_chunk * 16;
+        if (tail_chunks > 0) second_from[i] = __shfl_sync(0xffffffff, second, row) + lane_chunk % max_of(tail_chunks, 1) * 16;
       }
 #pragma unroll
       for (int i = 0; i < batch; ++i) {
@@ -192,9 +192,9 @@ struct LatentRows {
         for (int panel = 0; panel < first_panels; ++panel)
           ptx::cp_async<16>(here + panel * Slot::panel_bytes, reinterpret_cast<const u8*>(first_from[i]) + panel * 128,
                             exists, policy);
-        if (tail_chunks == 8 || lane_chunk < tail_chunks)
+        if (tail_chunks > 0)  // the last panel is filled up with zeros
           ptx::cp_async<16>(here + first_panels * Slot::panel_bytes, reinterpret_cast<const void*>(second_from[i]),
-                            exists, policy);
+                            exists && lane_chunk < tail_chunks, policy);
       }
     }
     const i32 later = token_of(source, slot + Traits::stages);
