@@ -12,6 +12,7 @@ from .work import InnerLoop, Work
 _TOKENS = 64  # of a slot: the rows of a product
 _MOST_STAGES = 8  # the header uses as many as fit
 COLUMN_TEAMS = True
+HALVES = 0
 _TILES = (16, 32, 64)  # packed rows of a unit
 
 
@@ -19,7 +20,9 @@ def _tile(work: Work) -> Tile:
     rows = next((rows for rows in _TILES if work.packed_rows <= rows), _TILES[-1])
     # Two warpgroups have rows of their own, or columns of their own; or they alternate on the slots.
     row_teams, column_teams = (2, 1) if rows == 64 else (1, 2 if COLUMN_TEAMS else 1)
-    return Tile(rows, _TOKENS, row_teams, 2 // (row_teams * column_teams), _MOST_STAGES, warps_v=column_teams)
+    return Tile(
+        rows, _TOKENS, row_teams, 2 // (row_teams * column_teams), _MOST_STAGES, warps_v=column_teams, ring_bytes=HALVES
+    )
 
 
 def _only_latent_rows(work: Work) -> str | None:

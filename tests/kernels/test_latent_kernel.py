@@ -46,6 +46,8 @@ CASES = [
     latent_case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16", causal=True),
     latent_case("256-64", "Mistral's rows", (1, 2), (290, 130), head_dim=320, head_dim_vo=256, causal=True),
     latent_case("512-0", "rows without a tail", (1, 2), (90, 130), head_dim=512, causal=True),
+    latent_case("512-16", "a tail that fills a part of its panel", (1, 2), (90, 130), head_dim=528, page_size=1),
+    latent_case("128-48", "few columns, boxes with a part of a tail", (1,), (300,), head_dim=176, head_dim_vo=128),
     latent_case("scale", "a negative scale", (1,), (90,), sm_scale=-0.1),
 ]
 
@@ -66,6 +68,7 @@ def kernel(case: Case) -> ctypes.CDLL:
     values: dict[str, Any] = {"CACHE": names[case.q_dtype], "OUT": names[case.out_type], "LOADER": spec.loader}
     values |= {"TILE_Q": spec.tile.tile_q, "STAGES": spec.tile.stages}
     values |= {"WARPS_Q": spec.tile.warps_q, "WARPS_KV": spec.tile.warps_kv, "WARPS_V": spec.tile.warps_v}
+    values["RING_BYTES"] = spec.tile.ring_bytes
     values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return ctypes.CDLL(str(shared_library("latent_kernel.cpp", first_include="hopper", flags=flags)))

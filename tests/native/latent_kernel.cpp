@@ -69,7 +69,7 @@ struct Traits {
   static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int tile_q = TILE_Q, tile_kv = 64;
   static constexpr int warps_q = WARPS_Q, warps_kv = WARPS_KV, warps_v = WARPS_V;
-  static constexpr int stages = STAGES, ctas = 1, ctas_per_sm = 1, shared_limit = 0, ring_bytes = 0;
+  static constexpr int stages = STAGES, ctas = 1, ctas_per_sm = 1, shared_limit = 0, ring_bytes = RING_BYTES;
   static constexpr bool trace = false;
 };
 

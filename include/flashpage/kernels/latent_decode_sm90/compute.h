@@ -20,7 +20,7 @@ struct LatentCompute {
   using Cache = typename Traits::Cache;
   static constexpr int tokens = Shared::tokens;
   static constexpr int blocks = Shared::blocks / Warps::column_teams;  // of value columns, of a team
-  static constexpr int tiles = Shared::rows / 8;  // of packed rows
+  static constexpr int tiles = Shared::rows / 8;                       // of packed rows
   static constexpr int team_threads = 32 * Warps::team;
   using Scores = float[tiles][4];
   using Values = float[blocks][tiles][4];
@@ -100,8 +100,8 @@ struct LatentCompute {
       store_probabilities(scores);
       ptx::fence_before_products();
       Warps::column_teams > 1 ? meet_all() : meet();
-      multiply_values(values, tile);
-      if (lane == 0) shared.ring.release(use + slot);
+      multiply_values(values, tile, use + slot);
+      if (lane == 0) (Warps::releases_halves ? shared.second_half : shared.ring).release(use + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
     LatentOutput<Traits>{shared, params, item, unit, thread, team, rank, first_row, first_block}.write(state, values);
@@ -157,8 +157,7 @@ struct LatentCompute {
   FP_DEVICE void add_other_half(Scores& scores) const {
 #pragma unroll
     for (int n = 0; n < tiles; ++n)
-      shared.exchange[team][n][thread % 128] =
-          make_float4(scores[n][0], scores[n][1], scores[n][2], scores[n][3]);
+      shared.exchange[team][n][thread % 128] = make_float4(scores[n][0], scores[n][1], scores[n][2], scores[n][3]);
     meet_all();
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
@@ -168,17 +167,25 @@ struct LatentCompute {
   }
 
   // O^T += V^T P^T. A block of V^T is a panel of the slot.
-  FP_DEVICE void multiply_values(Values& values, u8* tile) const {
+  FP_DEVICE void multiply_values(Values& values, u8* tile, u32 use_of_slot) {
     const ptx::Matrix slot(ptx::shared_address(tile) + first_block * Slot::panel_bytes, 0);
     const ptx::Matrix probabilities(ptx::shared_address(probabilities_tile()), 0);
+    constexpr int parts = Warps::releases_halves ? 2 : 1, steps = tokens / 16 / parts;
     ptx::wgmma_fence();
 #pragma unroll
-    for (int block = 0; block < blocks; ++block)
+    for (int part = 0; part < parts; ++part) {
 #pragma unroll
-      for (int step = 0; step < tokens / 16; ++step)
-        Traits::ValueProduct::multiply(values[block], slot.at(block * Slot::panel_bytes + step * 16 * 128),
-                                       probabilities.at(step * 32), true);
-    ptx::wgmma_commit();
+      for (int block = 0; block < blocks; ++block)
+#pragma unroll
+        for (int step = part * steps; step < (part + 1) * steps; ++step)
+          Traits::ValueProduct::multiply(values[block], slot.at(block * Slot::panel_bytes + step * 16 * 128),
+                                         probabilities.at(step * 32), true);
+      ptx::wgmma_commit();
+    }
+    if constexpr (parts > 1) {
+      ptx::wgmma_wait<1>();
+      if (lane == 0) shared.ring.release(use_of_slot);
+    }
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int block = 0; block < blocks; ++block) ptx::wgmma_settle(values[block]);

@@ -55,9 +55,7 @@ struct LatentLoad {
   FP_DEVICE void load_all(PlaceCursor& cursor, Place& place) const {
     if (threadIdx.x == 0) stamp<Traits>(params, Stamp::plan_known);
     const SlotLoader loader(shared, params, maps);
-    const auto extent_of = [&](const Place& of) {
-      return LatentExtent(of.unit, loader.box_shift, Shared::tokens);
-    };
+    const auto extent_of = [&](const Place& of) { return LatentExtent(of.unit, loader.box_shift, Shared::tokens); };
     u32 use = 0;  // ring use of the unit's first slot
     Source source;
     if (!place.done) source = loader.open(place, extent_of(place), warp);

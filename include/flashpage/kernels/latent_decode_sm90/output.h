@@ -55,7 +55,8 @@ struct LatentOutput {
       for (int block = 0; block < blocks; ++block) {
         const float (&tile)[4] = values[block][n];
         const LatentOutput here = recomputed();
-        here.write_tile(first_block + block, n, tile[0] * factor[0], tile[1] * factor[1], tile[2] * factor[0], tile[3] * factor[1]);
+        here.write_tile(first_block + block, n, tile[0] * factor[0], tile[1] * factor[1], tile[2] * factor[0],
+                        tile[3] * factor[1]);
       }
     }
     ptx::named_barrier(name, 128);  // the sums are free again

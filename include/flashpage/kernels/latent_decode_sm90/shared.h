@@ -12,12 +12,14 @@ template <class Traits>
 struct LatentWarps {
   static constexpr int loading = 4;  // a warpgroup, because setmaxnreg works on warpgroups
   static constexpr int slot_loaders = 2, publisher = 3;
-  static constexpr int team = 4;     // a warpgroup, which multiplies whole slots
+  static constexpr int team = 4;  // a warpgroup, which multiplies whole slots
   static constexpr int teams = 2;
   // The teams alternate on the slots; or both multiply every slot, with other rows, or with other columns.
   static constexpr int token_teams = Traits::warps_kv, row_teams = Traits::warps_q, column_teams = Traits::warps_v;
   static constexpr int slot_teams = row_teams * column_teams;  // that read the same slot
   static_assert(token_teams * slot_teams == teams);
+  // Experiment: the half of a slot that one loading warp fills is released while the other half is multiplied.
+  static constexpr bool releases_halves = Traits::ring_bytes == 1;
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place
@@ -53,6 +55,11 @@ struct LatentShared {
     }
   }
 
+  // Waits until the loading warp may fill its share of the slot.
+  FP_DEVICE void wait_empty(u32 use, int warp) const {
+    LatentWarps<Traits>::releases_halves&& warp > 0 ? second_half.wait_empty(use) : ring.wait_empty(use);
+  }
+
   // Memory for ArrivalMerge, free at a unit's end; with row teams, until the next unit's first product.
   FP_DEVICE auto merge_sums() -> float (&)[LatentWarps<Traits>::computing][132] {
     using Sums = float[LatentWarps<Traits>::computing][132];
@@ -72,6 +79,7 @@ struct LatentShared {
   float sum[LatentWarps<Traits>::teams][LatentWarps<Traits>::team][rows];
   SlottedPlace places[places_ahead];
   SlotRing<Traits::stages> ring;
+  SlotRing<Traits::stages> second_half;  // only its empty barriers are used, if halves are released
   SlotRing<places_ahead> place_ring;
   u32 is_last_piece;
 };

@@ -84,7 +84,7 @@ struct LatentBoxes {
     const int present = max_of(0, min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift));
     const u32 barrier = shared.ring.full_barrier(use);
     const u32 tile = ptx::shared_address(shared.slots[shared.ring.slot(use)]) + warp * share * 128;
-    shared.ring.wait_empty(use);
+    shared.wait_empty(use, warp);
     if (!ptx::elect_one()) return;
     ptx::mbarrier_arrive_expect(barrier, present * panels * 128 << box_shift);
 #pragma unroll
@@ -133,7 +133,7 @@ struct LatentRows {
   struct Source {
     i64 offset;
     i32 kv_head, kv_end;
-    i32 first_token;             // of the warp's share of the first slot
+    i32 first_token;            // of the warp's share of the first slot
     i32 found[Traits::stages];  // pages of the next slots, in order
   };
 
@@ -164,7 +164,7 @@ struct LatentRows {
     const int lane = threadIdx.x % 32, at = shared.ring.slot(use);
     const Rows rows(params, source.offset);
     i32* ahead = shared.pages_ahead[at] + warp * share + lane;
-    shared.ring.wait_empty(use);
+    shared.wait_empty(use, warp);
     const i32 found = slot < Traits::stages ? source.found[0] : *ahead;
     const i32 token = min_of(token_of(source, slot), max_of(source.kv_end - 1, 0));
     const u64 first = reinterpret_cast<u64>(rows.template row<Cache>(params.k, found, token, source.kv_head));
@@ -181,7 +181,8 @@ struct LatentRows {
       for (int i = 0; i < batch; ++i) {
         const int row = (begin + i) * rows_a_copy + lane_row;
         first_from[i] = __shfl_sync(0xffffffff, first, row) + lane_chunk * 16;
-        if (tail_chunks > 0) second_from[i] = __shfl_sync(0xffffffff, second, row) + lane_chunk % max_of(tail_chunks, 1) * 16;
+        if (tail_chunks > 0)
+          second_from[i] = __shfl_sync(0xffffffff, second, row) + lane_chunk % max_of(tail_chunks, 1) * 16;
       }
 #pragma unroll
       for (int i = 0; i < batch; ++i) {
