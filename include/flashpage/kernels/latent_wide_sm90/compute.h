@@ -109,21 +109,22 @@ struct WideCompute {
       if (!goes_on) release_query();
       prepare_scores(state, block);
       if (state.softmax.raise(state.scores, softmax_scale(), state.factor)) rescale(state);
-      Fragments first;
+      Fragments first, second;
       exponentiate(state, first);
       hand_over(state, first, from_left);
       clear_hidden(state.place, block, now, WidePart::left);
       issue_values(state.values, first, now, WidePart::left);
       if (has_second) {
-        Fragments second;
         if (take_over(state, second, from_right)) rescale(state);
         clear_hidden(state.place, block + 1, now + 1, WidePart::left);
         issue_values(state.values, second, now + 1, WidePart::left);
         ptx::wgmma_wait<1>();
+        ptx::wgmma_settle(first);
         release(now, WidePart::left);
         if (goes_on) {
           begin_keys(state.scores, now + 2);
           ptx::wgmma_wait<1>();
+          ptx::wgmma_settle(second);
           release(now + 1, WidePart::left);
           end_keys(state.scores, now + 2);
         }
@@ -131,6 +132,8 @@ struct WideCompute {
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(state.scores[0]);
       ptx::wgmma_settle(state.values[0]);
+      if (!has_second) ptx::wgmma_settle(first);
+      if (has_second) ptx::wgmma_settle(second);
       if (!goes_on) release(has_second ? now + 1 : now, WidePart::left);
     }
   }
@@ -144,9 +147,11 @@ struct WideCompute {
       release_query();
     }
     if (blocks % 2 != 0) {
-      add_first(state, blocks - 1, now);
+      Fragments first;
+      add_first(state, first, blocks - 1, now);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(state.values[0]);
+      ptx::wgmma_settle(first);
       release(now, WidePart::right);
     }
   }
@@ -156,7 +161,8 @@ struct WideCompute {
     begin_keys(state.scores, now + 1);
     end_keys(state.scores, now + 1);
     for (int block = 0;; block += 2, now += 2) {
-      add_first(state, block, now);
+      Fragments first, second;
+      add_first(state, first, block, now);
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(state.scores[0]);
       release(now + 1, WidePart::tail);
@@ -164,28 +170,25 @@ struct WideCompute {
       if (!goes_on) release_query();
       prepare_scores(state, block + 1);
       if (state.softmax.raise(state.scores, softmax_scale(), state.factor)) rescale(state);
-      Fragments second;
       exponentiate(state, second);
       hand_over(state, second, from_right);
       clear_hidden(state.place, block + 1, now + 1, WidePart::right);
       issue_values(state.values, second, now + 1, WidePart::right);
       ptx::wgmma_wait<1>();
+      ptx::wgmma_settle(first);
       release(now, WidePart::right);
-      if (!goes_on) break;
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(state.values[0]);
+      ptx::wgmma_settle(second);
       release(now + 1, WidePart::right);
+      if (!goes_on) break;
       begin_keys(state.scores, now + 3);
       end_keys(state.scores, now + 3);
     }
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_settle(state.values[0]);
-    release(now + 1, WidePart::right);
     now += 2;
   }
-  // Adds the product of a pair's first block.
-  FP_DEVICE void add_first(State& state, int block, u32 now) const {
-    Fragments first;
+  // Issues the product of a pair's first block.
+  FP_DEVICE void add_first(State& state, Fragments& first, int block, u32 now) const {
     if (take_over(state, first, from_left)) rescale(state);
     clear_hidden(state.place, block, now, WidePart::right);
     issue_values(state.values, first, now, WidePart::right);
