@@ -13,11 +13,12 @@ from .work import InnerLoop, Work
 LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 _ROWS = 64  # packed rows of a CTA
 _TOKENS = 64  # of a block
+_STAGES = 2  # blocks in shared memory; 3: the next one is brought to the L2
 _REACHED = 0.68  # the fraction of the card's 16-bit throughput that products reach
 
 
 def _tile(work: Work) -> Tile:
-    tile = Tile(_ROWS, _TOKENS, 4, 2, 2)
+    tile = Tile(_ROWS, _TOKENS, 4, 2, _STAGES)
     return tile.paired() if _has_pairs(work) else tile
 
 
@@ -29,7 +30,9 @@ def _many_latent_rows(work: Work) -> str | None:
     if not work.options.is_latent:
         return "it reads latent rows (MLA)"
     if work.packed_rows < LEAST_PACKED_ROWS:
-        return f"a request has {work.packed_rows} packed rows (query rows x heads), it takes {LEAST_PACKED_ROWS} or more"
+        return (
+            f"a request has {work.packed_rows} packed rows (query rows x heads), it takes {LEAST_PACKED_ROWS} or more"
+        )
     return None
 
 

@@ -293,8 +293,8 @@ struct WideCompute {
   FP_DEVICE void hand_over(const State& state, const Fragments& probabilities, int name) const {
 #pragma unroll
     for (int step = 0; step < steps; ++step)
-      shared.probabilities[step][thread] = make_uint4(probabilities[step][0], probabilities[step][1],
-                                                      probabilities[step][2], probabilities[step][3]);
+      shared.probabilities[step][thread] =
+          make_uint4(probabilities[step][0], probabilities[step][1], probabilities[step][2], probabilities[step][3]);
     shared.maxima[thread] = make_float2(state.softmax.maximum[0][0], state.softmax.maximum[0][1]);
     ptx::named_barrier_arrive(name + warp, 64);
   }

@@ -1,10 +1,11 @@
 // Attention of many packed rows over latent rows (MLA) on Hopper: its time is the time of the tensor cores' products.
 //
 // A CTA has 64 packed rows, whose values take half of an SM's registers: each of two computing warpgroups has half of
-// the value columns. Blocks of 64 tokens come in pairs. One warpgroup computes the probabilities of the first block, the
-// other one those of the second, and each multiplies both blocks' probabilities with its half of the values. So one
+// the value columns. Blocks of 64 tokens come in pairs. One warpgroup computes the probabilities of the first block,
+// the other one those of the second, and each multiplies both blocks' probabilities with its half of the values. So one
 // warpgroup's exponentials run while the other's products do. The four loading warps refill a part of a block's columns
-// as soon as its last product has read it. CTAs in pairs have 128 packed rows, and each loads half of the tokens for both.
+// as soon as its last product has read it. CTAs in pairs have 128 packed rows, and each loads half of the tokens for
+// both.
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/compute.h"
 #include "flashpage/kernels/latent_wide_sm90/load.h"

@@ -4,6 +4,7 @@
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/elect.h"
+#include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/tensor_copy.h"
 #include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/load/query.h"
@@ -20,8 +21,8 @@ struct WideColumns {
   FP_DEVICE static const TensorMap& map(const KvMaps& maps) { return part == WidePart::tail ? maps.v : maps.k; }
 };
 
-// Loads a part by the copy engine. A lane holds the origin of one of the next 32 boxes, and of one of the 32 after them.
-// The CTAs of a cluster load half of a block's boxes each, for both.
+// Loads a part by the copy engine. A lane holds the origin of one of the next 32 boxes, and of one of the 32 after
+// them. The CTAs of a cluster load half of a block's boxes each, for both.
 template <class Traits, WidePart part>
 struct WideBoxes {
   using Shared = WideShared<Traits>;
@@ -71,6 +72,8 @@ struct WideBoxes {
     }
     const i32 left = kv_end - first_token - block * tokens;
     const int present = min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift);
+    if (Shared::prefetches && ptx::elect_one()) prefetch(at, present - own_begin);
+    __syncwarp();
     const u32 to = shared.block(use);
     shared.wait_empty(use, part);
     if (!ptx::elect_one()) return;
@@ -82,12 +85,25 @@ struct WideBoxes {
 #pragma unroll
       for (int box = 0; box < own; ++box) {
         if (own_begin + box >= present) continue;
-        copy(to + panel * Tile::panel_bytes + ((own_begin + box) * 128 << box_shift), barrier,
-             (part == WidePart::tail ? i : panel) * Tile::panel_columns, at[box]);
+        copy(to + panel * Tile::panel_bytes + ((own_begin + box) * 128 << box_shift), barrier, column_of(i), at[box]);
       }
     }
   }
 
+  FP_DEVICE static i32 column_of(int panel_of_part) {
+    return ((part == WidePart::tail ? 0 : first_panel) + panel_of_part) * Tile::panel_columns;
+  }
+  // Brings boxes to the L2 while their slot is not free yet.
+  template <int own>
+  FP_DEVICE void prefetch(const BoxOrigin (&at)[own], int present) const {
+#pragma unroll
+    for (int box = 0; box < own; ++box) {
+      if (box >= present) continue;
+#pragma unroll
+      for (int i = 0; i < Shared::panels_of(part); ++i)
+        ptx::tensor_prefetch(map, column_of(i), at[box].row, 0, at[box].page);
+    }
+  }
   FP_DEVICE void copy(u32 to, u32 barrier, i32 column, const BoxOrigin& at) const {
     if constexpr (Traits::ctas == 1) {
       ptx::tensor_copy(to, map, barrier, column, at.row, 0, at.page, ptx::evict_first());
@@ -115,7 +131,7 @@ struct WideRows {
   using Rows = KvRows<Traits::kv_source>;
   static constexpr int tokens = Shared::tokens, groups = tokens / 32;
   static constexpr int first_panel = Shared::first_panel(part), panels = Shared::panels_of(part);
-  static constexpr int chunks = max_of(1, panels * Tile::panel_columns * int(sizeof(Cache)) / 16);  // of a row
+  static constexpr int chunks = max_of(1, panels* Tile::panel_columns* int(sizeof(Cache)) / 16);  // of a row
 
   Shared& shared;
   const AttentionParams& params;
@@ -138,10 +154,17 @@ struct WideRows {
     u64 mine[groups];
 #pragma unroll
     for (int group = 0; group < groups; ++group)
-      mine[group] = reinterpret_cast<u64>(rows.template row<Cache>(WideColumns<part>::view(params), found[group],
-                                                                   token_of(block, group), 0, column));
+      mine[group] = reinterpret_cast<u64>(
+          rows.template row<Cache>(WideColumns<part>::view(params), found[group], token_of(block, group), 0, column));
     look_up(block + 1);
     const i32 count = kv_end - first_token - block * tokens;
+    if (Shared::prefetches) {
+#pragma unroll
+      for (int group = 0; group < groups; ++group)
+#pragma unroll
+        for (int i = 0; i < panels; ++i)
+          ptx::prefetch_to_l2(reinterpret_cast<const void*>(mine[group] + i * Tile::stride));
+    }
     shared.wait_empty(use, part);
 #pragma unroll
     for (int group = 0; group < groups; ++group)
@@ -192,8 +215,7 @@ struct WideLoad {
   using Shared = WideShared<Traits>;
   using Tile = typename Shared::Tile;
   template <WidePart part>
-  using PartLoader =
-      typename select_type<Shared::by_boxes, WideBoxes<Traits, part>, WideRows<Traits, part>>::type;
+  using PartLoader = typename select_type<Shared::by_boxes, WideBoxes<Traits, part>, WideRows<Traits, part>>::type;
 
   Shared& shared;
   const AttentionParams& params;

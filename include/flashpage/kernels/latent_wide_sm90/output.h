@@ -17,9 +17,9 @@ struct WideOutput {
   Shared& shared;
   const AttentionParams& params;
   const Place& place;
-  int group;      // warpgroup
+  int group;       // warpgroup
   int row_in_cta;  // the lane's first row; the second one is eight rows after it
-  int first_row;  // of the CTA, in the unit
+  int first_row;   // of the CTA, in the unit
   int lane;
 
   // `meet()`: a barrier of the two warps that have the same rows.
@@ -60,8 +60,8 @@ struct WideOutput {
           make_float2(values[0][n][half * 2] * factor, values[0][n][half * 2 + 1] * factor);
   }
 
-  // Neighbouring lanes exchange a pair of two tiles, so that each has four columns in sequence and the quad stores whole
-  // sectors of 32 bytes.
+  // Neighbouring lanes exchange a pair of two tiles, so that each has four columns in sequence and the quad stores
+  // whole sectors of 32 bytes.
   FP_DEVICE void write_row(const Values& values, int half, float factor, typename Traits::Out* row, bool exists) const {
     const bool is_odd = lane % 2 != 0;
     typename Traits::Out* const mine = row + (is_odd ? 8 : 0) + lane % 4 / 2 * 4;
@@ -74,7 +74,8 @@ struct WideOutput {
         pair[i] = ptx::pack2<typename Traits::Out>(tile[half * 2] * factor, tile[half * 2 + 1] * factor);
       }
       const u32 given = exchange(is_odd ? pair[0] : pair[1]);
-      if (exists) *reinterpret_cast<uint2*>(mine + n * 8) = is_odd ? make_uint2(given, pair[1]) : make_uint2(pair[0], given);
+      if (exists)
+        *reinterpret_cast<uint2*>(mine + n * 8) = is_odd ? make_uint2(given, pair[1]) : make_uint2(pair[0], given);
     }
   }
   FP_DEVICE u32 exchange(u32 word) const { return __shfl_sync(0xffffffff, word, lane ^ 1); }

@@ -32,7 +32,8 @@ struct WideShared {
   static constexpr int tokens = 64;  // of a block
   static constexpr int rows = 64;    // packed rows of this CTA
   static constexpr int slots_ahead = 2, places_ahead = 2, parts = 3;
-  using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;  // a block, or Q
+  static constexpr bool prefetches = Traits::stages > slots_ahead;  // a third block in flight, to the L2
+  using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;    // a block, or Q
   static constexpr int value_panels = Traits::head_dim_vo / Tile::panel_columns, half_panels = value_panels / 2;
   static constexpr int tail_panels = Tile::panels - value_panels;
   static constexpr bool by_boxes = Traits::loader == Loader::boxes;
@@ -43,7 +44,9 @@ struct WideShared {
   FP_HOST_DEVICE static constexpr int first_panel(WidePart part) {
     return part == WidePart::tail ? value_panels : part == WidePart::left ? 0 : half_panels;
   }
-  FP_HOST_DEVICE static constexpr int panels_of(WidePart part) { return part == WidePart::tail ? tail_panels : half_panels; }
+  FP_HOST_DEVICE static constexpr int panels_of(WidePart part) {
+    return part == WidePart::tail ? tail_panels : half_panels;
+  }
 
   alignas(1024) u8 query[Tile::tile_bytes];
   alignas(1024) u8 slots[slots_ahead][Tile::tile_bytes];
