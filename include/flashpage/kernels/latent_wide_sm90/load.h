@@ -21,8 +21,8 @@ struct WideColumns {
   FP_DEVICE static const TensorMap& map(const KvMaps& maps) { return part == WidePart::tail ? maps.v : maps.k; }
 };
 
-// Loads a part by the copy engine. A lane holds the origin of one of the next 32 boxes, and of one of the 32 after
-// them. The CTAs of a cluster load half of a block's boxes each, for both.
+// Loads a part by the copy engine. A lane holds the origin of one of 32 boxes. The CTAs of a cluster load half of a
+// block's boxes each, for both.
 template <class Traits, WidePart part>
 struct WideBoxes {
   using Shared = WideShared<Traits>;
@@ -33,63 +33,48 @@ struct WideBoxes {
   const AttentionParams& params;
   const TensorMap& map;
   const int box_shift;
-  i64 offset;
-  i32 first_token, kv_end;
-  BoxOrigin found, found_next;
+  const WidePlace* place;  // in shared memory, because these warps have few registers
+  BoxOrigin found;
 
   FP_DEVICE WideBoxes(Shared& shared, const AttentionParams& params, const KvMaps& maps)
       : shared(shared), params(params), map(WideColumns<part>::map(maps)), box_shift(31 - __clz(params.box_tokens)) {}
 
-  FP_DEVICE void open(const WidePlace& place) {
-    offset = place.place.item.kv_offset;
-    first_token = place.first_token;
-    kv_end = place.place.unit.kv_end;
-    found = look_up(0);
-    found_next = look_up(32);
-  }
+  FP_DEVICE void open(const WidePlace& next) { place = &next; }
 
   FP_DEVICE void load(int block, u32 use) {
-    const int boxes = tokens >> box_shift;
-    if (boxes == 8) return load_boxes<8>(block, use);
-    boxes == 4 ? load_boxes<4>(block, use) : load_boxes<2>(block, use);
+    constexpr int held = 2 / Traits::ctas;  // boxes whose origins a thread has at a time
+    const int boxes = tokens >> box_shift, own = boxes / Traits::ctas, first = block * boxes;
+    if (first % 32 == 0) found = look_up(first);
+    const int own_begin = Traits::ctas == 1 ? 0 : static_cast<int>(ptx::cluster_rank()) * own;
+    const i32 left = place->place.unit.kv_end - place->first_token - block * tokens;
+    const int present = min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift);
+    for (int begin = own_begin; begin < own_begin + own; begin += held) {
+      BoxOrigin at[held];
+#pragma unroll
+      for (int i = 0; i < held; ++i) {
+        at[i].page = __shfl_sync(0xffffffff, found.page, first + begin + i);
+        at[i].row = __shfl_sync(0xffffffff, found.row, first + begin + i);
+      }
+      if (Shared::prefetches && ptx::elect_one()) prefetch(at, present - begin);
+      __syncwarp();
+      if (begin == own_begin) shared.wait_empty(use, part);
+      if (ptx::elect_one()) {
+#pragma unroll
+        for (int i = 0; i < Shared::panels_of(part); ++i) {
+          const int panel = first_panel + i;
+          const u32 to = shared.block(use) + panel * Tile::panel_bytes + (begin * 128 << box_shift);
+          const u32 barrier = shared.full_barrier(use, panel);
+          if (begin == own_begin) ptx::mbarrier_arrive_expect(barrier, present * 128 << box_shift);
+#pragma unroll
+          for (int box = 0; box < held; ++box)
+            if (begin + box < present) copy(to + (box * 128 << box_shift), barrier, column_of(i), at[box]);
+        }
+      }
+      __syncwarp();
+    }
   }
 
  private:
-  template <int boxes>
-  FP_DEVICE void load_boxes(int block, u32 use) {
-    constexpr int own = boxes / Traits::ctas;
-    const int own_begin = Traits::ctas == 1 ? 0 : static_cast<int>(ptx::cluster_rank()) * own;
-    const int first = block * boxes;
-    if (first % 32 == 0 && first > 0) {
-      found = found_next;
-      found_next = look_up(first + 32);
-    }
-    BoxOrigin at[own];
-#pragma unroll
-    for (int i = 0; i < own; ++i) {
-      at[i].page = __shfl_sync(0xffffffff, found.page, first + own_begin + i);
-      at[i].row = __shfl_sync(0xffffffff, found.row, first + own_begin + i);
-    }
-    const i32 left = kv_end - first_token - block * tokens;
-    const int present = min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift);
-    if (Shared::prefetches && ptx::elect_one()) prefetch(at, present - own_begin);
-    __syncwarp();
-    const u32 to = shared.block(use);
-    shared.wait_empty(use, part);
-    if (!ptx::elect_one()) return;
-#pragma unroll
-    for (int i = 0; i < Shared::panels_of(part); ++i) {
-      const int panel = first_panel + i;
-      const u32 barrier = shared.full_barrier(use, panel);
-      ptx::mbarrier_arrive_expect(barrier, present * 128 << box_shift);
-#pragma unroll
-      for (int box = 0; box < own; ++box) {
-        if (own_begin + box >= present) continue;
-        copy(to + panel * Tile::panel_bytes + ((own_begin + box) * 128 << box_shift), barrier, column_of(i), at[box]);
-      }
-    }
-  }
-
   FP_DEVICE static i32 column_of(int panel_of_part) {
     return ((part == WidePart::tail ? 0 : first_panel) + panel_of_part) * Tile::panel_columns;
   }
@@ -114,10 +99,11 @@ struct WideBoxes {
 
   // The origin of the lane's box among the 32 boxes from `first` on.
   FP_DEVICE BoxOrigin look_up(int first) const {
-    const i32 token = first_token + ((first + static_cast<int>(threadIdx.x % 32)) << box_shift);
+    const i32 token = place->first_token + ((first + static_cast<int>(threadIdx.x % 32)) << box_shift);
     u32 page, row;
     params.page.divmod(token, page, row);
-    return {token < kv_end ? __ldg(params.kv_indices + offset + page) : 0, static_cast<i32>(row)};
+    const bool exists = token < place->place.unit.kv_end;
+    return {exists ? __ldg(params.kv_indices + place->place.item.kv_offset + page) : 0, static_cast<i32>(row)};
   }
 };
 
@@ -135,21 +121,18 @@ struct WideRows {
 
   Shared& shared;
   const AttentionParams& params;
-  i64 offset;
-  i32 first_token, kv_end;
+  const WidePlace* place;  // in shared memory, because these warps have few registers
   i32 found[groups];
 
   FP_DEVICE WideRows(Shared& shared, const AttentionParams& params, const KvMaps&) : shared(shared), params(params) {}
 
-  FP_DEVICE void open(const WidePlace& place) {
-    offset = place.place.item.kv_offset;
-    first_token = place.first_token;
-    kv_end = place.place.unit.kv_end;
+  FP_DEVICE void open(const WidePlace& next) {
+    place = &next;
     look_up(0);
   }
 
   FP_DEVICE void load(int block, u32 use) {
-    const Rows rows(params, offset);
+    const Rows rows(params, place->place.item.kv_offset);
     constexpr int column = part == WidePart::tail ? 0 : first_panel * Tile::panel_columns;
     u64 mine[groups];
 #pragma unroll
@@ -157,7 +140,7 @@ struct WideRows {
       mine[group] = reinterpret_cast<u64>(
           rows.template row<Cache>(WideColumns<part>::view(params), found[group], token_of(block, group), 0, column));
     look_up(block + 1);
-    const i32 count = kv_end - first_token - block * tokens;
+    const i32 count = place->place.unit.kv_end - place->first_token - block * tokens;
     if (Shared::prefetches) {
 #pragma unroll
       for (int group = 0; group < groups; ++group)
@@ -177,13 +160,14 @@ struct WideRows {
  private:
   // The lane's token, or the unit's last one.
   FP_DEVICE i32 token_of(int block, int group) const {
-    const i32 token = first_token + block * tokens + group * 32 + static_cast<int>(threadIdx.x % 32);
-    return min_of(token, kv_end - 1);
+    const i32 token = place->first_token + block * tokens + group * 32 + static_cast<int>(threadIdx.x % 32);
+    return min_of(token, place->place.unit.kv_end - 1);
   }
   FP_DEVICE void look_up(int block) {
-    const Rows rows(params, offset);
+    const Rows rows(params, place->place.item.kv_offset);
 #pragma unroll
-    for (int group = 0; group < groups; ++group) found[group] = kv_end > 0 ? rows.look_up(token_of(block, group)) : 0;
+    for (int group = 0; group < groups; ++group)
+      found[group] = place->place.unit.kv_end > 0 ? rows.look_up(token_of(block, group)) : 0;
   }
 
   // Copies 32 rows, of which `count` exist; others become zero. `mine`: the row of this lane's token.
@@ -243,11 +227,10 @@ struct WideLoad {
       shared.place_ring.wait_full(unit_use);
       const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
       if (place.place.done) return;
-      const int blocks = place.blocks;
       loader.open(place);
+      for (int block = 0; block < place.blocks; ++block) loader.load(block, use++);
       __syncwarp();
       if (lane == 0) shared.place_ring.release(unit_use);
-      for (int block = 0; block < blocks; ++block) loader.load(block, use++);
       if (part == WidePart::left && threadIdx.x == 0) stamp_first<Traits>(params, Stamp::first_load);
     }
   }

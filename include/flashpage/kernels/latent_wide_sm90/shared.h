@@ -13,7 +13,11 @@ struct WideWarps {
   static constexpr int computing = 8;  // two warpgroups
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int plan_warp = 3;  // goes through the plan and loads Q; each other loading warp has a part
-  static constexpr int loading_registers = 48, computing_registers = 232;
+  static constexpr int loading_registers = 40, computing_registers = 232;
+  // Warpgroups share the registers of the launch, a multiple of 8 a thread; one that takes more than are left waits
+  // for ever.
+  static_assert(loading * loading_registers + computing * computing_registers <=
+                (loading + computing) * (65536 / threads / 8 * 8));
 };
 
 // The columns of a block of latent rows that are loaded, read for the last time and released together.
