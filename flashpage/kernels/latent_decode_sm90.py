@@ -11,21 +11,15 @@ from .work import InnerLoop, Work
 
 _TOKENS = 64  # of a slot: the rows of a product
 _MOST_STAGES = 8  # the header uses as many as fit
-COLUMN_TEAMS = True
-HALVES = 0
-_TILES = (16, 32, 64)  # packed rows of a unit
+_TEAM, _TEAMS = 4, 2  # the warps of a team share a slot's tokens, and the teams its columns
 
 
 def _tile(work: Work) -> Tile:
-    rows = next((rows for rows in _TILES if work.packed_rows <= rows), _TILES[-1])
-    # Two warpgroups have rows of their own, or columns of their own; or they alternate on the slots.
-    row_teams, column_teams = (2, 1) if rows == 64 else (1, 2 if COLUMN_TEAMS else 1)
-    return Tile(
-        rows, _TOKENS, row_teams, 2 // (row_teams * column_teams), _MOST_STAGES, warps_v=column_teams, ring_bytes=HALVES
-    )
+    rows = 16 if work.packed_rows <= 16 else 32
+    return Tile(rows, _TOKENS, 1, _TEAM, _MOST_STAGES, warps_v=_TEAMS)
 
 
-def _only_latent_rows(work: Work) -> str | None:
+def only_latent_rows(work: Work) -> str | None:
     return None if work.options.is_latent else "it reads latent rows (MLA)"
 
 
@@ -40,12 +34,12 @@ def _columns(work: Work) -> str | None:
     return "; ".join(found) or None
 
 
-def _plain(work: Work) -> str | None:
+def plain(work: Work) -> str | None:
     is_plain = work.loop is InnerLoop.PLAIN and work.mask_source == "implicit"
     return None if is_plain else "it has no custom masks, variants, soft caps or rotations"
 
 
-def _same_type(work: Work) -> str | None:
+def same_type(work: Work) -> str | None:
     options = work.options
     return None if options.kv_dtype is options.q_dtype else f"it reads no latent rows of {options.kv_dtype.value}"
 
@@ -64,7 +58,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
     )
 
 
-def _traits(spec: KernelSpec) -> tuple[str, ...]:
+def traits(spec: KernelSpec) -> tuple[str, ...]:
     products = (f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ValueProduct"))
     return (*attention_traits(spec, spec.q_dtype, spec.kv_dtype, "swizzled"), *products)
 
@@ -75,12 +69,12 @@ KERNEL = AttentionKernel(
     cpp="LatentDecodeSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(capability(90, 90), _only_latent_rows, *dtypes(q=HALF, out=HALF), _same_type, _columns, _plain),
+    accepts=(capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=HALF), same_type, _columns, plain),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,
     row_alignment=16,
     merges_in_launch=True,
     sources=wgmma_source.render_transposed,
-    traits=_traits,
+    traits=traits,
 )

@@ -1,5 +1,5 @@
-"""latent_decode_sm90, the whole kernel on the host: loading and computing warps, rings, barriers, products and the end
-of a unit. Copies arrive late and in any order, and wgmmas finish when they are waited for."""
+"""The kernels over latent rows, each whole on the host: loading and computing warps, rings, barriers, products and the
+end of a unit. Copies arrive late and in any order, and wgmmas finish when they are waited for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tolerance import limits
 
 from flashpage import native
 from flashpage.base.dtypes import DType
-from flashpage.kernels import devices
-from flashpage.kernels.latent_decode_sm90 import KERNEL
+from flashpage.kernels import devices, latent_decode_sm90, latent_wide_sm90
+from flashpage.kernels.kernel import AttentionKernel
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tensor_maps import loader_tokens
@@ -50,25 +50,46 @@ CASES = [
     latent_case("128-48", "few columns, boxes with a part of a tail", (1,), (300,), head_dim=176, head_dim_vo=128),
     latent_case("scale", "a negative scale", (1,), (90,), sm_scale=-0.1),
 ]
+TRANSPOSED, WIDE = latent_decode_sm90.KERNEL, latent_wide_sm90.KERNEL
+_WIDE = {"num_q_heads": 64}
+WIDE_CASES = [
+    latent_case("edges", "blocks of one unit, and units that follow each other", (1,) * len(_EDGES), _EDGES, **_WIDE),
+    latent_case("page-16", "four boxes a block", (1, 1), (100, 257), page_size=16, cache="interleaved", **_WIDE),
+    latent_case("page-64", "boxes of 32 tokens", (1, 1), (100, 256), page_size=64, cache="gapped", **_WIDE),
+    latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, **_WIDE),
+    latent_case("page-3", "single rows, causal", (1, 2), (70, 129), page_size=3, causal=True, num_q_heads=40),
+    latent_case("mtp", "rows of several heads, causal", (2, 1, 3), (64, 1, 129), causal=True, num_q_heads=40),
+    latent_case("sinks", "sinks join the denominator", (1, 2), (150, 0), sinks=True, **_WIDE),
+    latent_case("fp16", "fp16, two units of a row", (1, 2), (90, 130), q_dtype="float16", num_q_heads=80),
+    latent_case("256-64", "Mistral's rows", (1, 2), (290, 130), head_dim=320, head_dim_vo=256, causal=True, **_WIDE),
+    latent_case("512-0", "rows without a tail", (1, 1), (290, 130), head_dim=512, **_WIDE),
+    latent_case("scale", "a negative scale", (1,), (190,), sm_scale=-0.1, **_WIDE),
+    latent_case("large", "maxima that rise", (1, 1), (300, 700), sm_scale=4.0, **_WIDE),
+]
+ROWS = [*((TRANSPOSED, case) for case in CASES), *((WIDE, case) for case in WIDE_CASES)]
 
 
-def spec_of(case: Case) -> KernelSpec:
+def spec_of(kernel: AttentionKernel, case: Case) -> KernelSpec:
     dtype, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.out_type))
     sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
     options = Options("latent", *sizes, dtype, dtype, out, causal=case.causal)
     work = Work(Problem(options, case.num_q_heads * max(case.q_lens)), devices.H200)
-    assert not KERNEL.refusals(work)
-    return KERNEL.spec(work)
+    assert not kernel.refusals(work)
+    spec = kernel.spec(work)
+    if spec.ctas == 1:
+        return spec
+    assert spec.tile is not None
+    return dataclasses.replace(spec, tile=dataclasses.replace(spec.tile, tile_q=spec.rows // spec.ctas, ctas=1))
 
 
-def kernel(case: Case) -> ctypes.CDLL:
-    spec = spec_of(case)
+def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
+    spec = spec_of(kernel, case)
     assert spec.tile is not None
     names = {"bfloat16": "Bf16", "float16": "Half"}
-    values: dict[str, Any] = {"CACHE": names[case.q_dtype], "OUT": names[case.out_type], "LOADER": spec.loader}
-    values |= {"TILE_Q": spec.tile.tile_q, "STAGES": spec.tile.stages}
-    values |= {"WARPS_Q": spec.tile.warps_q, "WARPS_KV": spec.tile.warps_kv, "WARPS_V": spec.tile.warps_v}
-    values["RING_BYTES"] = spec.tile.ring_bytes
+    source = {"HEADER": f'"{kernel.header}"', "KERNEL": kernel.cpp.removesuffix("<Traits>")}
+    values: dict[str, Any] = source | {"CACHE": names[case.q_dtype], "OUT": names[case.out_type], "LOADER": spec.loader}
+    tile = {name: getattr(spec.tile, name) for name in ("tile_q", "warps_q", "warps_kv", "warps_v", "stages")}
+    values |= {name.upper(): value for name, value in tile.items()}
     values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return ctypes.CDLL(str(shared_library("latent_kernel.cpp", first_include="hopper", flags=flags)))
@@ -134,9 +155,9 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
     return Planned(memory, num_ctas, partial_out, torch.full((partial + 1,), math.nan))
 
 
-def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Runs the CTAs one after another; returns out, lse, and barriers that miss arrivals."""
-    spec, q = spec_of(case), torch.cat(inputs.q)
+def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Runs the CTAs and, if units are cut, the merge; returns out, lse, and barriers that miss arrivals."""
+    spec, q = spec_of(kernel, case), torch.cat(inputs.q)
     assert spec.tile is not None
     first, second = (half.squeeze(2) for half in inputs.cache.argument("cpu"))
     out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
@@ -173,15 +194,30 @@ def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tenso
         view.page_stride, view.token_stride = half.stride()[:2]
     maps = (Map * 4)(*(map_of(half.unsqueeze(2), (128, box, 1, 1)) for half in (first, second)))
     args = native.VariantArgs()
-    left = kernel(case).run_latent(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
+    left = library(kernel, case).run_latent(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
+    if cut:
+        merge = native.MergeParams(
+            plan=params.plan,
+            partial_out=params.partial_out,
+            partial_lse=params.partial_lse,
+            out=params.out,
+            lse=params.lse,
+            out_row_stride=params.out_row_stride,
+            out_head_stride=params.out_head_stride,
+            head_dim_vo=case.value_dim,
+            num_q_heads=case.num_q_heads,
+            group=params.group,
+        )
+        flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type] }",)
+        ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
     return out, lse, left
 
 
 @pytest.mark.parametrize("cut", [0, 48])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_on_the_host(case: Case, cut: int) -> None:
+@pytest.mark.parametrize(("kernel", "case"), ROWS, ids=lambda value: getattr(value, "name", None))
+def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -> None:
     inputs = make_inputs(case)
-    out, lse, left = run(case, inputs, cut)
+    out, lse, left = run(kernel, case, inputs, cut)
     assert left == 0
     begin = 0
     for state in reference_states(inputs):

@@ -13,14 +13,14 @@ namespace flashpage {
 
 template <class Traits>
 struct LatentCompute {
-  using Warps = LatentWarps<Traits>;
+  using Warps = LatentWarps;
   using Shared = LatentShared<Traits>;
   using Slot = typename Shared::Slot;
   using QueryRows = typename Shared::QueryRows;
   using Cache = typename Traits::Cache;
   static constexpr int tokens = Shared::tokens;
-  static constexpr int blocks = Shared::blocks / Warps::column_teams;  // of value columns, of a team
-  static constexpr int tiles = Shared::rows / 8;                       // of packed rows
+  static constexpr int blocks = Shared::blocks / Warps::teams;  // of value columns, of a team
+  static constexpr int tiles = Shared::rows / 8;                // of packed rows
   static constexpr int team_threads = 32 * Warps::team;
   using Scores = float[tiles][4];
   using Values = float[blocks][tiles][4];
@@ -30,10 +30,8 @@ struct LatentCompute {
   int thread = threadIdx.x - Warps::loading * 32;
   int lane = threadIdx.x % 32;
   int team = thread / team_threads, warp = thread / 32 % Warps::team;
-  int first_row = Warps::row_teams > 1 ? team * Shared::rows : 0;  // of the team, in the unit
-  int first_block = Warps::column_teams > 1 ? team * blocks : 0;   // of the team
-  u32 use = 0;                                                     // uses of the ring before this unit
-  bool others_were_done = false;                                   // known by thread 0: LatentMerge
+  u32 use = 0;                    // uses of the ring before this unit
+  bool others_were_done = false;  // known by thread 0: LatentMerge
 
   FP_DEVICE LatentCompute(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
@@ -58,36 +56,28 @@ struct LatentCompute {
 
  private:
   FP_DEVICE int team_barrier() const { return LatentOutput<Traits>::barrier + 1 + team; }
-  FP_DEVICE void meet() const { ptx::named_barrier(team_barrier(), team_threads); }
   FP_DEVICE void meet_all() const { ptx::named_barrier(LatentOutput<Traits>::barrier, 32 * Warps::computing); }
 
   FP_DEVICE void attend(const SlottedPlace& slotted, u8* query_tile) {
     const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
-    // The team's rank in this unit, in whose order states are summed.
-    const int rank = Warps::token_teams > 1 ? (team - use) % Warps::token_teams : 0;
     Values values = {};
     ColumnState<tiles> state;
     state.clear();
-    if (rank == 0 && params.sinks && item.piece == 0) begin_with_sinks(state, unit);
+    if (params.sinks && item.piece == 0) begin_with_sinks(state, unit);
     others_were_done = false;
     const float scale = params.score_scale * log2_e;
-    for (int slot = rank; slot < slotted.slots; slot += Warps::token_teams) {
+    for (int slot = 0; slot < slotted.slots; ++slot) {
       const i32 first = slotted.first_token + slot * tokens;
       u8* tile = shared.slots[shared.ring.slot(use + slot)];
-      if (thread == 0 && slot + Warps::token_teams >= slotted.slots)
-        others_were_done = LatentMerge<Traits>(slotted).others_are_done();
+      if (thread == 0 && slot + 1 == slotted.slots) others_were_done = LatentMerge<Traits>(slotted).others_are_done();
       shared.ring.wait_full(use + slot);
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
       if (first < unit.kv_begin || first + tokens > unit.kv_end) clear_hidden(tile, unit, first);
       if constexpr (Traits::loader == Loader::rows) ptx::fence_before_products();
       Scores scores;
-      if constexpr (Warps::column_teams > 1) {
-        multiply_half_of_keys(scores, tile, query_tile);
-        add_other_half(scores);
-      } else {
-        multiply_keys(scores, tile, query_tile);
-      }
+      multiply_keys(scores, tile, query_tile);
+      add_other_half(scores);
 #pragma unroll
       for (int n = 0; n < tiles; ++n)
 #pragma unroll
@@ -99,12 +89,12 @@ struct LatentCompute {
       state.exponentiate(scores);
       store_probabilities(scores);
       ptx::fence_before_products();
-      Warps::column_teams > 1 ? meet_all() : meet();
-      multiply_values(values, tile, use + slot);
-      if (lane == 0) (Warps::releases_halves ? shared.second_half : shared.ring).release(use + slot);
+      meet_all();
+      multiply_values(values, tile);
+      if (lane == 0) shared.ring.release(use + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
-    LatentOutput<Traits>{shared, params, item, unit, thread, team, rank, first_row, first_block}.write(state, values);
+    LatentOutput<Traits>{shared, params, item, unit, thread, team}.write(state, values);
   }
 
   // Rows begin with their sinks in one lane of the team; maxima are those of all lanes.
@@ -113,7 +103,7 @@ struct LatentCompute {
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int row = first_row + n * 8 + lane % 4 * 2 + e;
+        const int row = n * 8 + lane % 4 * 2 + e;
         if (row >= unit.num_rows) continue;
         const float sink = params.sinks[unpack_row(params, unit.kv_head, unit.first_row + row).head] * log2_e;
         state.maximum[n][e] = sink;
@@ -121,24 +111,8 @@ struct LatentCompute {
       }
   }
 
-  // S^T = K Q^T.
+  // S^T = K Q^T, for the team's half of each panel of K and Q; columns that only pad a panel are zero.
   FP_DEVICE void multiply_keys(Scores& scores, u8* tile, u8* query_tile) const {
-    const ptx::Matrix keys(ptx::shared_address(tile), 0);
-    const ptx::Matrix query(ptx::shared_address(query_tile) + first_row * 128, 0);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Slot::padded_bytes / 32; ++step) {
-      const int panel = step / 4, in_panel = step % 4 * 32;
-      Traits::KeyProduct::multiply(scores, keys.at(panel * Slot::panel_bytes + in_panel),
-                                   query.at(panel * QueryRows::panel_bytes + in_panel), step > 0);
-    }
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_settle(scores);
-  }
-
-  // As above, for the team's half of each panel of K and Q; columns that only pad a panel are zero.
-  FP_DEVICE void multiply_half_of_keys(Scores& scores, u8* tile, u8* query_tile) const {
     const ptx::Matrix keys(ptx::shared_address(tile) + team * 64, 0);
     const ptx::Matrix query(ptx::shared_address(query_tile) + team * 64, 0);
     ptx::wgmma_fence();
@@ -167,25 +141,17 @@ struct LatentCompute {
   }
 
   // O^T += V^T P^T. A block of V^T is a panel of the slot.
-  FP_DEVICE void multiply_values(Values& values, u8* tile, u32 use_of_slot) {
-    const ptx::Matrix slot(ptx::shared_address(tile) + first_block * Slot::panel_bytes, 0);
-    const ptx::Matrix probabilities(ptx::shared_address(probabilities_tile()), 0);
-    constexpr int parts = Warps::releases_halves ? 2 : 1, steps = tokens / 16 / parts;
+  FP_DEVICE void multiply_values(Values& values, u8* tile) const {
+    const ptx::Matrix slot(ptx::shared_address(tile) + team * blocks * Slot::panel_bytes, 0);
+    const ptx::Matrix probabilities(ptx::shared_address(shared.probabilities), 0);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int part = 0; part < parts; ++part) {
+    for (int block = 0; block < blocks; ++block)
 #pragma unroll
-      for (int block = 0; block < blocks; ++block)
-#pragma unroll
-        for (int step = part * steps; step < (part + 1) * steps; ++step)
-          Traits::ValueProduct::multiply(values[block], slot.at(block * Slot::panel_bytes + step * 16 * 128),
-                                         probabilities.at(step * 32), true);
-      ptx::wgmma_commit();
-    }
-    if constexpr (parts > 1) {
-      ptx::wgmma_wait<1>();
-      if (lane == 0) shared.ring.release(use_of_slot);
-    }
+      for (int step = 0; step < tokens / 16; ++step)
+        Traits::ValueProduct::multiply(values[block], slot.at(block * Slot::panel_bytes + step * 16 * 128),
+                                       probabilities.at(step * 32), true);
+    ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int block = 0; block < blocks; ++block) ptx::wgmma_settle(values[block]);
@@ -206,7 +172,7 @@ struct LatentCompute {
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const i32 row = min_of(first_row + n * 8 + lane % 4 * 2 + e, unit.num_rows - 1);
+        const i32 row = min_of(n * 8 + lane % 4 * 2 + e, unit.num_rows - 1);
         const PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + row);
         const TokenRange range = visible_range(params, item, query_position(item, at.row));
 #pragma unroll
@@ -217,15 +183,13 @@ struct LatentCompute {
       }
   }
 
-  FP_DEVICE u8* probabilities_tile() const { return shared.probabilities[Warps::column_teams > 1 ? 0 : team]; }
-
-  // Writes P^T as the product reads it: a row for each packed row, with the tokens side by side. Column teams have the
-  // same scores, and write half of them each.
+  // Writes P^T as the product reads it: a row for each packed row, with the tokens side by side. Both teams have the
+  // same probabilities, and each writes half of them.
   FP_DEVICE void store_probabilities(const Scores& scores) const {
-    const u32 tile = ptx::shared_address(probabilities_tile());
+    const u32 tile = ptx::shared_address(shared.probabilities);
 #pragma unroll
     for (int n = 0; n < tiles; n += 2) {
-      if (Warps::column_teams > 1 && (n / 2 + warp) % 2 != team) continue;
+      if ((n / 2 + warp) % 2 != team) continue;
       u32 pairs[4];  // tokens 0 to 7 and 8 to 15 of the warp, for two tiles of packed rows
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -240,14 +204,14 @@ struct LatentCompute {
   // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN.
   FP_DEVICE void clear_hidden(u8* tile, const Unit& unit, i32 first) const {
     constexpr int chunks = Traits::head_dim_vo / 8;
-    constexpr int threads = Warps::slot_teams * team_threads;  // that read the slot
-    for (int i = thread % threads; i < tokens * chunks; i += threads) {
+    constexpr int threads = 32 * Warps::computing;
+    for (int i = thread; i < tokens * chunks; i += threads) {
       const int row = i / chunks, chunk = i % chunks;
       if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
       *reinterpret_cast<uint4*>(tile + Slot::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_products();
-    Warps::slot_teams > 1 ? meet_all() : meet();
+    meet_all();
   }
 };
 

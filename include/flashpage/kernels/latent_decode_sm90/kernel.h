@@ -2,10 +2,9 @@
 //
 // Products are transposed: S^T = K Q^T has 64 tokens as its rows and the unit's packed rows as its columns, and O^T +=
 // V^T P^T has 64 value columns as its rows. So the wide factors K and V^T are read from the slot as they arrived, each
-// once, and no row of a product is padding. Two warps load, one publishes the units, and two warpgroups compute. With
-// up to 32 packed rows both multiply every slot: each sums half of the terms of the scores, and has half of the value
-// columns, so that a slot is free again early. With 64, each has half of the rows. Pieces of a cut unit are merged
-// inside the launch (merge.h).
+// once, and no row of a product is padding. Two warps load, one publishes the units, and two warpgroups (teams)
+// compute. They multiply every slot together, so that it is free again early: each sums half of the terms of the
+// scores, and has half of the value columns. Pieces of a cut unit are merged inside the launch (merge.h).
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/compute.h"
 #include "flashpage/kernels/latent_decode_sm90/load.h"
@@ -19,7 +18,7 @@ template <class Given>
 struct LatentDecodeSm90 {
   using Traits = typename LatentStages<Given>::Traits;
   using Shared = LatentShared<Traits>;
-  using Warps = LatentWarps<Traits>;
+  using Warps = LatentWarps;
   using Load = LatentLoad<Traits>;
   static constexpr int threads = Warps::threads;
   static constexpr int ctas_per_sm = 1, cluster_rows = Traits::tile_q;
@@ -57,8 +56,7 @@ struct LatentDecodeSm90 {
       ptx::prefetch_tensor_map(maps.k);
       if constexpr (Traits::head_dim_qk > Traits::head_dim_vo) ptx::prefetch_tensor_map(maps.v);
     }
-    shared.ring.init(Load::SlotLoader::arrivals, Warps::team * Warps::slot_teams);
-    if (Warps::releases_halves) shared.second_half.init(1, Warps::team * Warps::slot_teams);
+    shared.ring.init(Load::SlotLoader::arrivals, Warps::computing);
     shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
     ptx::mbarrier_init_fence();
   }

@@ -10,7 +10,7 @@ namespace flashpage {
 template <class Traits>
 struct LatentLoad {
   using Shared = LatentShared<Traits>;
-  using Warps = LatentWarps<Traits>;
+  using Warps = LatentWarps;
   using SlotLoader =
       typename select_type<(Traits::loader == Loader::boxes), LatentBoxes<Traits>, LatentRows<Traits>>::type;
   using Source = typename SlotLoader::Source;

@@ -12,7 +12,7 @@ namespace flashpage {
 template <class Traits>
 struct LatentMerge {
   using Shared = LatentShared<Traits>;
-  static constexpr int warps = LatentWarps<Traits>::computing, threads = 32 * warps;
+  static constexpr int warps = LatentWarps::computing, threads = 32 * warps;
   static constexpr int barrier = 1;  // name
 
   const MergeItem* item;
@@ -51,7 +51,7 @@ struct LatentMerge {
     ptx::named_barrier(barrier, threads);
     if (!shared.is_last_piece) return;
     all.run(shared.merge_sums(), thread / 32);
-    if constexpr (LatentWarps<Traits>::row_teams > 1) ptx::named_barrier(barrier, threads);
+    ptx::named_barrier(barrier, threads);  // the sums are the exchange of the next unit's scores
   }
 };
 

@@ -25,7 +25,7 @@ template <class Traits>
 struct LatentBoxes {
   using Shared = LatentShared<Traits>;
   using Halves = SlotHalves<Traits, Shared::tokens>;
-  static constexpr int warps = LatentWarps<Traits>::slot_loaders, share = Shared::tokens / warps;
+  static constexpr int warps = LatentWarps::slot_loaders, share = Shared::tokens / warps;
   static constexpr int arrivals = warps;  // at a slot's barrier, in addition to the bytes
   static_assert(share == 32);             // tokens
 
@@ -84,7 +84,7 @@ struct LatentBoxes {
     const int present = max_of(0, min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift));
     const u32 barrier = shared.ring.full_barrier(use);
     const u32 tile = ptx::shared_address(shared.slots[shared.ring.slot(use)]) + warp * share * 128;
-    shared.wait_empty(use, warp);
+    shared.ring.wait_empty(use);
     if (!ptx::elect_one()) return;
     ptx::mbarrier_arrive_expect(barrier, present * panels * 128 << box_shift);
 #pragma unroll
@@ -122,7 +122,7 @@ struct LatentRows {
   using Slot = typename Shared::Slot;
   using Cache = typename Traits::Cache;
   using Rows = KvRows<Traits::kv_source>;
-  static constexpr int warps = LatentWarps<Traits>::slot_loaders, share = Shared::tokens / warps;
+  static constexpr int warps = LatentWarps::slot_loaders, share = Shared::tokens / warps;
   static constexpr int arrivals = 32 * warps;
   static_assert(share == 32);
   // One copy of a warp is a panel of four rows. A lane has the same chunk of each panel, so that the copies of four
@@ -164,7 +164,7 @@ struct LatentRows {
     const int lane = threadIdx.x % 32, at = shared.ring.slot(use);
     const Rows rows(params, source.offset);
     i32* ahead = shared.pages_ahead[at] + warp * share + lane;
-    shared.wait_empty(use, warp);
+    shared.ring.wait_empty(use);
     const i32 found = slot < Traits::stages ? source.found[0] : *ahead;
     const i32 token = min_of(token_of(source, slot), max_of(source.kv_end - 1, 0));
     const u64 first = reinterpret_cast<u64>(rows.template row<Cache>(params.k, found, token, source.kv_head));
