@@ -172,7 +172,7 @@ struct WideRows {
 
   // Copies 32 rows, of which `count` exist; others become zero. `mine`: the row of this lane's token.
   FP_DEVICE static void copy(u32 to, u64 mine, i32 count) {
-    constexpr int rows_a_pass = 32 / chunks, batch = 4;
+    constexpr int rows_a_pass = 32 / chunks, batch = chunks == 32 ? 4 : 2;
     static_assert(32 % chunks == 0);
     const int lane = threadIdx.x % 32, lane_row = lane / chunks, lane_chunk = lane % chunks;
     const u32 lane_to = to + Tile::chunk_offset(lane_row, lane_chunk);
