@@ -42,6 +42,18 @@ def test_a_run_refuses_odd_tensors(kind: str, argument: str, is_second: bool) ->
     assert wrapper.run(**decode_run()).isfinite().all()
 
 
+@pytest.mark.parametrize("argument", ["q", "paged_kv_cache", "out"])
+def test_a_storage_that_shrinks_between_equal_runs(argument: str) -> None:
+    wrapper, run = planned(), decode_run() | {"out": torch.empty(2, HEADS, DIM)}
+    whole = torch.stack([run[argument]] * 2)
+    run[argument] = whole[1]
+    for _ in range(2):
+        wrapper.run(**run)
+    whole.untyped_storage().resize_(whole[0].nbytes + 4)
+    with pytest.raises(RunError, match=rf"{argument} needs .* resized to"):
+        wrapper.run(**run)
+
+
 def test_odd_tensors_work_where_they_can() -> None:
     wrapper, run = planned(), decode_run()
     expected = wrapper.run(**run)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from captured_runs import CapturedRuns, churn, few_objects
-from captured_subjects import LENS, Cascade, Subject, ints
+from captured_subjects import LENS, Cascade, PagedPrefill, Subject, ints
 from captured_walks import WALKS, Walk
 from looking_kernels import look_for_tiles
 
@@ -56,6 +56,32 @@ def test_graphs_hold_memory_that_stays(walk: Walk, monkeypatch: pytest.MonkeyPat
         fresh.plan(i)
         for out, expected in zip(outputs(graph.out), outputs(fresh.run(i)), strict=True):
             torch.testing.assert_close(out[: subject.used(i)], expected[: subject.used(i)])
+
+
+@pytest.mark.parametrize("as_variation", [False, True], ids=["of plan", "of a run"])
+def test_plans_of_other_options_leave_captured_launches(as_variation: bool) -> None:
+    """They read the last plan of their own options, in memory of their own."""
+    subject = PagedPrefill("cpu", True, {"causal": True}, {"window_left": 11} if as_variation else {})
+    fresh = subject.fresh()
+    for each in (subject, fresh):
+        each.order = each.order[:1] * 3  # all plans share one buffer of page numbers
+    subject.plan(0)
+    subject.run()
+    graph = CapturedRuns(subject.run, keeps_tensors=True)
+    for newest, replayed in ((0, 0), (1, 0), (1, 1)):
+        for others in ({"window_left": 5}, {"causal": True, "window_left": 12}, {"causal": False}):
+            subject.options = others
+            subject.plan(newest)
+            subject.run_others(newest)
+        if replayed:
+            subject.options = {"causal": True}
+            subject.plan(replayed)
+        subject.out.fill_(math.nan)
+        graph.check_memory()
+        graph.replay()
+        fresh.plan(replayed)
+        used = subject.used(replayed)
+        torch.testing.assert_close(subject.out[:used], fresh.run(replayed)[:used])
 
 
 @pytest.mark.parametrize("walk", [walk for walk in WALKS if "bits" in walk.name], ids=str)

@@ -112,6 +112,7 @@ HUGE_HALVES = torch.tensor([float("inf"), -float("inf"), 65504.0, -0.0] * (TOKEN
 PERIODS, LEAST = torch.tensor([0, 3, -1], dtype=torch.int32), torch.full((BATCH,), -(2**31), dtype=torch.int32)
 ZERO_DIM, ZERO_DIM_COUNT = torch.tensor(1.75), torch.tensor(3)
 
+
 def _divided(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """Divides integers, also by 0 and -2^31 by -1 where the result is not used."""
     period, least = PERIODS[b], LEAST[b] + kv_idx * 0

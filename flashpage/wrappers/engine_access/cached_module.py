@@ -256,13 +256,11 @@ def _plan(
         raise PlanError(f"total_num_rows={room} but qo_indptr ends at {rows}: pass at least that.")
     options = _options_of(wrapper, written, batch, given)
     pages = Pages(written.indices, written.block_tables)
-    wrapper._attention.plan(lengths, pages, options, wrapper._now, KEEP_MASK)
-    try:
+    with planner.published_after():
+        wrapper._attention.plan(lengths, pages, options, wrapper._now, KEEP_MASK)
         wrapper._check_planned()
         written.check(wrapper)
-    except PlanError:
-        planner.is_planned = False
-        raise
+    wrapper._copy_items()
     return PlanInfo.of(planner)
 
 
