@@ -107,7 +107,10 @@ struct DecodeBoxes {
     int box = first + static_cast<int>(threadIdx.x % 32), boxes_shift = 31 - __clz(Slots::tokens) - box_shift;
     int slot = source.own + (box >> boxes_shift) * Slots::loading_warps, in_slot = box & ((1 << boxes_shift) - 1);
     i32 token = source.first_token + slot * Slots::tokens + (in_slot << box_shift);
-    return look_up_box<paged>(params, source.offset, token, !paged || token < source.kv_end, 0);
+    if constexpr (!paged) return {0, static_cast<i32>(source.offset) + token};
+    u32 page, row;
+    params.page.divmod(token, page, row);
+    return {token < source.kv_end ? __ldg(params.kv_indices + source.offset + page) : 0, static_cast<i32>(row)};
   }
 };
 

@@ -22,15 +22,6 @@ struct BoxOrigin {
   i32 row;  // of the page; ragged: of the tensor
 };
 
-// The origin of the box that begins with a token. Boxes that do not exist begin at page (ragged: row) `nowhere`.
-template <bool paged>
-FP_DEVICE BoxOrigin look_up_box(const AttentionParams& params, i64 kv_offset, i32 token, bool exists, i32 nowhere) {
-  if constexpr (!paged) return {0, exists ? static_cast<i32>(kv_offset) + token : nowhere};
-  u32 page, row;
-  params.page.divmod(token, page, row);
-  return {exists ? __ldg(params.kv_indices + kv_offset + page) : nowhere, static_cast<i32>(row)};
-}
-
 // Looks up the page of a token, and later computes the address of the token's row in K or V. The lookup is the only
 // load on which the copy depends, so kernels issue it at least one tile earlier.
 template <KvSource source>

@@ -151,7 +151,10 @@ struct PrefillBoxes {
     bool exists = token < source.kv_end && box < tokens >> box_shift;
     if constexpr (has_mask_tiles<Traits>) exists = exists && token + (1 << box_shift) > source.kv_begin;
     constexpr i32 nowhere = 0x7fffffff;  // outside the tensor: the box is filled with zeros
-    return look_up_box<paged>(params, source.offset, token, exists, nowhere);
+    if constexpr (!paged) return {0, exists ? static_cast<i32>(source.offset) + token : nowhere};
+    u32 page, row;
+    params.page.divmod(token, page, row);
+    return {exists ? __ldg(params.kv_indices + source.offset + page) : nowhere, static_cast<i32>(row)};
   }
 };
 
