@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..base.memory import allocate
@@ -23,8 +25,7 @@ class OptionPlans:
         self.active: list[OptionPlan] = []  # planned at every plan; the first one has plan's options
         self._known: dict[Options, OptionPlan] = {}
         self._variations: dict[OptionOverride, OptionPlan] = {}  # with the options of runs
-        # Graph mode: the two above for options of earlier plans, by their first one.
-        self._earlier: dict[OptionPlan, tuple[list[OptionPlan], dict[OptionOverride, OptionPlan]]] = {}
+        self._idle: list[OptionPlan] = []  # graph mode: earlier ones, which batches of the present options cannot have
         self._slot: PlanBuffer | None = None  # the first one's; without graphs whatever its options
         self._kept: list[PlanBuffer | torch.Tensor] = []  # plans that a graph may read
         self._waits = False  # whether plans wait for `publish`
@@ -32,11 +33,12 @@ class OptionPlans:
     def _use_options(self, options: Options) -> None:
         """Takes options that differ from the last plan's. Options of runs are planned again when a run uses them."""
         first = self._combination(options)
+        others: list[OptionPlan] = []
         if self._slot is None:
             self._slot = PlanBuffer(self.batch.device_index, self.workspaces.int_buffer, first.call)
         else:
-            self._slot = self._memory_after(self.active[0], first)
-        self.active, self._variations = self._earlier.pop(first, ([first], {}))
+            self._slot, others = self._memory_after(self.active[0], first)
+        self.active, self._variations = [first, *others], {}
         self.batch.use_options(options)
         self._stage()
         self._slot.attach(first.call)
@@ -44,18 +46,22 @@ class OptionPlans:
         for combination in self.active:
             combination.choose_again()
 
-    def _memory_after(self, before: OptionPlan, first: OptionPlan) -> PlanBuffer:
-        """The memory for plans of `first`, which replaces `before`. A graph's launches go on reading the last plan of
-        their own options, which later plans of these replace."""
-        may_be_read = before.used_at or before.call.was_captured or len(self.active) > 1
-        if self.is_graph and (may_be_read or hasattr(first, "slot")):
-            self._earlier[before] = self.active, self._variations
-            return self._own_slot(first)
-        self._forget(self.active[1:])
-        slot = before.slot
-        del before.slot
-        before.generation = 0
-        return slot
+    def _memory_after(self, before: OptionPlan, first: OptionPlan) -> tuple[PlanBuffer, list[OptionPlan]]:
+        """The memory for plans of `first`, which replaces `before`, and what is planned in addition. A graph's launches
+        read the plans of their own options: these are planned on, or stay as they are if they need other lengths."""
+        is_read = self.is_graph and bool(before.used_at or before.call.was_captured)
+        if not self.is_graph:
+            self._forget(self.active[1:])
+        others = [found for found in (*self.active, *self._idle) if found not in (first, before)]
+        slot = self._own_slot(first) if is_read or hasattr(first, "slot") else before.slot
+        if is_read:
+            others.append(before)
+        else:
+            del before.slot
+            before.generation = 0
+        of_batch = [found for found in others if _batch_of(found.options) == _batch_of(first.options)]
+        self._idle = [found for found in others if found not in of_batch]
+        return slot, of_batch
 
     def _own_slot(self, combination: OptionPlan) -> PlanBuffer:
         """Memory for the plans of these options only."""
@@ -93,3 +99,8 @@ class OptionPlans:
                 self._known = {known.options: known for known in kept}
             found = self._known[options] = OptionPlan(options, self.batch)
         return found
+
+
+def _batch_of(options: Options) -> tuple[Any, ...]:
+    """Options that lengths and masks of a batch must fit."""
+    return options.kv_source, options.page_size, options.uniform_q_len, options.has_mask

@@ -63,7 +63,7 @@ class Planner(OptionPlans):
             self._slot.attach(self.active[0].call, buffer)
         others = [known for known in self._known.values() if hasattr(known, "slot") and known is not self.active[0]]
         self._forget(others)  # their plans need as much room
-        self._earlier = {}
+        self._idle = []
 
     def _workspaces_changed(self) -> None:
         self.invalidate()

@@ -257,6 +257,14 @@ def test_windows_to_the_right_are_torchs(window: tuple[int, int], own: Own) -> N
     assert len(own.calls) == 1 and own.calls[0][1]["window_size_right"] == window[1]
 
 
+def test_rows_of_no_request_are_torchs(own: Own) -> None:
+    """Their number is known once the lengths are on the host."""
+    q, k, v, cu_q, cu_k = ragged("cpu")
+    padded = torch.cat([*q, q[0]])
+    varlen_attn(padded, torch.cat(k), torch.cat(v), cu_q, cu_k, 17, 33, enable_gqa=True)
+    assert len(own.calls) == 1
+
+
 def test_gradients_of_varlen_are_torchs(own: Own, calls: list[str]) -> None:
     """The operator runs inside of an autograd function, where gradients are off."""
     q, k, v, cu_q, cu_k = ragged("cpu")

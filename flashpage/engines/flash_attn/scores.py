@@ -9,6 +9,7 @@ import torch
 
 from ...base import checks
 from ...base.errors import CapabilityError, RunError
+from ...kernels.options import check_window
 from ...variants.variant import Variant
 
 _MOST_VARIANTS = 32
@@ -44,9 +45,8 @@ def _window(window_size: Any) -> tuple[int, int]:
         left, right = window_size
     except (TypeError, ValueError):
         raise RunError(f"window_size={checks.shown(window_size)}: pass (left, right), -1 for no limit.") from None
-    bounds = (checks.whole("window_size", side, -(2**31), error=RunError) for side in (left, right))
-    left, right = (bound if bound >= 0 else -1 for bound in bounds)
-    return left, right
+    left, right = (checks.whole("window_size", side, -(2**31), error=RunError) for side in (left, right))
+    return check_window(left), check_window(right)
 
 
 def _variant(slopes: torch.Tensor | None, later: int) -> Variant | None:

@@ -231,6 +231,7 @@ class LatentPlanModule:
             num_q_heads=checks.whole("num_heads", num_heads, 1),
             head_dim_qk=ckv + tail,
             head_dim_vo=ckv,
+            page_size=checks.whole("_page_size", written.values.get("_page_size", planned.page_size), 1),
             causal=checks.flag("causal", causal),
         )
         options = wrapper._attention.options if options == planned else options
