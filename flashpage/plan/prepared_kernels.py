@@ -8,7 +8,8 @@ import dataclasses
 import torch
 
 from .. import jit, native, variants
-from ..base.errors import PlanError
+from ..base import tensor_memory
+from ..base.errors import PlanError, VariantError
 from ..kernels import choose, schedules
 from ..kernels.context_classes import ContextClass
 from ..kernels.options import Options
@@ -122,7 +123,8 @@ def trace(options: Options, soft_cap: float, device: torch.device) -> variants.T
 def fill_variant(arguments: native.VariantArgs, traced: variants.TracedVariant) -> None:
     """Pointers, strides and numbers that a variant captured; the caller keeps `traced` alive."""
     for i, tensor in enumerate(traced.tensors):
-        arguments.tensors[i].data = tensor.data_ptr()
+        name = f"captured tensor {traced.spec.tensors[i][0]!r}"
+        arguments.tensors[i].data = tensor_memory.address(tensor, name, VariantError)
         for axis in range(tensor.dim()):
             arguments.tensors[i].stride[axis] = tensor.stride(axis)
     for i, number in enumerate(traced.scalars):

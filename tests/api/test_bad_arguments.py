@@ -14,7 +14,7 @@ from bad_input import DIM, HEADS, KINDS, KV_HEADS, PAGE, decode_plan, decode_run
 from odd_tensors import ODD, planned
 
 import flashpage
-from flashpage import CapabilityError, PlanError, RunError
+from flashpage import CapabilityError, PlanError, RunError, VariantError
 from flashpage.base import tensor_memory
 
 
@@ -52,6 +52,15 @@ def test_a_storage_that_shrinks_between_equal_runs(argument: str) -> None:
     whole.untyped_storage().resize_(whole[0].nbytes + 4)
     with pytest.raises(RunError, match=rf"{argument} needs .* resized to"):
         wrapper.run(**run)
+
+
+@pytest.mark.parametrize("kind", ["freed", "shrunk", "cut", "negative"])
+def test_captured_tensors_have_memory(kind: str) -> None:
+    """They are read in place by every run of a plan."""
+    make, says = ODD[kind]
+    variant = flashpage.Variant(logit="score + bias[h]", tensors={"bias": make(torch.ones(HEADS))})
+    with pytest.raises(VariantError, match=f"captured tensor 'bias' .*{says}"):
+        planned(variant=variant).run(**decode_run())
 
 
 def test_odd_tensors_work_where_they_can() -> None:

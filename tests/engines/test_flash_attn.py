@@ -262,6 +262,8 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (flash_attn_varlen_func, {"window_size": 3}, RunError, "window_size=3"),
     (flash_attn_varlen_func, {"window_size": (1.5, 0)}, RunError, "window_size=1.5"),
     (flash_attn_varlen_func, {"alibi_slopes": torch.ones(1, 1, 4)}, RunError, "alibi_slopes has shape"),
+    (flash_attn_varlen_func, {"alibi_slopes": torch.ones(KV_HEADS)}, RunError, r"alibi_slopes .* pass float32, \[4\]"),
+    (flash_attn_with_kvcache, {"alibi_slopes": torch.ones(2, HEADS)}, RunError, r"alibi_slopes .* or \[1, 4\]"),
     (flash_attn_varlen_func, {"k": data(2, 4, KV_HEADS, DIM)}, RunError, "k has shape"),
     (flash_attn_varlen_func, {"softcap": "a"}, RunError, "softcap="),
     (flash_attn_with_kvcache, {"cache_leftpad": torch.zeros(1).int()}, CapabilityError, "cache_leftpad is not"),

@@ -72,7 +72,9 @@ def flash_attn_varlen_func(
     refuse_training(dropout_p, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return_attn_probs = checks.flag("return_attn_probs", return_attn_probs, RunError)
     _check_rows(q, "q", 3, "[total_q, heads, head_dim]")
-    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes).arguments(has_one_row=False)
+    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes).arguments(
+        cu_seqlens_q.numel() - 1, q.shape[1], has_one_row=False
+    )
     _check_rows(k, "k", 3 if block_table is None else 4, "[total_k, kv_heads, head_dim], pages with block_table")
     _check_rows(v, "v", k.dim(), "the dimensions of k")
     sizes = _sizes(q, k, v, scores)
@@ -178,7 +180,7 @@ def _plan(
 ) -> tuple[FunctionPlan, torch.Tensor | None]:
     """The plan for equally many rows of each request, and where they begin, unless the plan's options say it."""
     batch, rows = q.shape[:2]
-    scores = options.arguments(has_one_row=rows == 1)
+    scores = options.arguments(batch, q.shape[2], has_one_row=rows == 1)
     is_causal = scores.pop("causal", True)
     sizes = _sizes(q, *cache, scores) | {"page_size": cache[0].shape[1], "disable_split_kv": num_splits == 1}
     if is_causal and q.shape[3] == cache[1].shape[3]:
