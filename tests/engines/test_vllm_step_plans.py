@@ -71,6 +71,8 @@ def uses(planner: GroupPlanner) -> set[Use]:
         (([3, 2, 30], [50, 9, 70]), {"few_rows": 3, "has_exact_lengths": False, "graph_rows": 64}, None),
         (MIXED, {"split_tokens": 32}, {Use.ROWS}),
         (DECODE, {"split_tokens": 32}, {Use.DECODE}),
+        (([1, 0, 1], [17, 20, 9]), {"graph_requests": 8}, {Use.ROWS}),
+        (([0, 1, 1], [17, 20, 9]), {"has_exact_lengths": False}, {Use.FEW_ROWS}),
     ],
 )
 def test_each_way(lens: Any, sizes: dict[str, Any], expected: set[Use] | None, device: str) -> None:

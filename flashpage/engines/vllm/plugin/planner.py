@@ -65,7 +65,8 @@ class GroupPlanner:
         if rows <= sizes.graph_rows and (sizes.captures_all or common.max_query_len <= sizes.few_rows):
             plan = functools.partial(self._rows, Use.ROWS_IN_GRAPH, common, (0, requests), rows, is_causal)
             return (plan(),), plan
-        if common.max_query_len <= 1:
+        # Requests without rows are padding after the others, unless the host knows better.
+        if common.max_query_len <= 1 and (rows >= requests or int(common.query_start_loc_cpu[rows]) == rows):
             use = Use.DECODE_IN_GRAPH if requests <= sizes.graph_requests else Use.DECODE
             plan = functools.partial(self._decode, use, common, requests)
             return (plan(),), plan
