@@ -22,6 +22,7 @@ class FlashpageImpl(AttentionImpl):
     can_return_lse_for_decode = True
     lse_base_on_e = False
     supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
         self,
