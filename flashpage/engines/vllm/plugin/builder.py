@@ -8,7 +8,7 @@ import torch
 from vllm import envs
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from . import cascade
+from . import cascade, fusion
 from .cache import element_type
 from .group_plans import GroupPlans, GroupSizes, Workspaces
 from .planner import GroupPlanner
@@ -68,6 +68,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
             captures_all=captures_all,
             has_exact_lengths=config.speculative_config is None,
             split_tokens=_SPLIT_TOKENS if envs.VLLM_BATCH_INVARIANT else 0,
+            has_rotation=fusion.is_chosen(config),
         )
 
     # ---------------------------------------------------------------- plans

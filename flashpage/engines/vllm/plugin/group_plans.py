@@ -37,6 +37,7 @@ class GroupSizes(NamedTuple):
     captures_all: bool = False  # whether steps of any rows are captured, and not only those of few rows a request
     has_exact_lengths: bool = True  # whether seq_lens_cpu_upper_bound is exact (not so with drafts)
     split_tokens: int = 0  # batch-invariant: requests are cut at multiples of it; 0: balanced
+    has_rotation: bool = False  # whether RoPE and the cache write are one kernel
 
 
 class Use(enum.Enum):
