@@ -161,6 +161,8 @@ def test_cross_attention(device: str) -> None:
     scene = Scene(Form(), [4, 1, 9], [60, 33, 17], device)
     planner = scene.planner()
     step = planner.plan(scene.common(causal=False))
+    assert step.causal is False and planner.plan(scene.common()).causal is True
+    step = planner.plan(scene.common(causal=False))
     close(run(step, planner.plans.layers[0], scene.tensors()), scene.expected(causal=False))
 
 

@@ -41,8 +41,8 @@ class GroupPlanner:
     def prebuild(self) -> None:
         """Builds all kernels that later steps may need."""
         if self._context is not None:
-            prebuild(self.plans, (Use.RAGGED,))
-            prebuild(self._context.gathered, (Use.ROWS,))
+            prebuild(self.plans, self._context.uses)
+            prebuild(self._context.gathered, (Use.DECODE, Use.ROWS))
         else:
             prebuild(self.plans, (Use.RAGGED,) if self.plans.is_encoder else (Use.DECODE, Use.ROWS))
 
@@ -58,7 +58,8 @@ class GroupPlanner:
         is_causal = self._is_causal(common)
         plan: Callable[[], Part]
         if self._context is not None:
-            return (self._context.plan(common, is_causal),), None
+            part, plan_again = self._context.plan(common, is_causal)
+            return (part,), plan_again
         if common_prefix_len:
             return (cascade.plan(self.plans, common, common_prefix_len),), None
         # A step must get the plan that captured steps of its size read, whatever its own rows.
