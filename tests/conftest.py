@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,13 @@ def kernels(request: pytest.FixtureRequest) -> None:
             wanted[values["device"]].append(values["case"])
     for device, cases in wanted.items():
         prebuild(cases, device)
+
+
+@pytest.fixture(scope="module")
+def quick_kernels() -> Iterator[None]:
+    """Kernels of the CPU that only this file needs compile quickly. With a card, nothing changes: its kernels take
+    much longer, and files share them by the cache."""
+    from prebuild import quick_builds
+
+    with contextlib.nullcontext() if torch.cuda.is_available() else quick_builds():
+        yield
