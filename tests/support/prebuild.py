@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -64,19 +66,11 @@ def specs_of(cases: Iterable[Case], device: str) -> Counter[Any]:
 
 @contextlib.contextmanager
 def quick_builds() -> Iterator[None]:
-    """Kernels of the CPU compile at -O1, in two fifths of the time, into a folder that only tests read."""
-    from flashpage.jit.compilers import Compiler
-
-    original, folder = Compiler.flags, folder_of("kernels-O1")
-
-    def flags(compiler: Compiler, target: Any) -> list[str]:
-        found = original(compiler, target)
-        return ["-O1" if flag == "-O3" else flag for flag in found] if target.backend == "cpu" else found
-
-    with (
-        mock.patch.object(Compiler, "flags", flags),
-        mock.patch.dict(os.environ, FLASHPAGE_CACHE_DIR=str(folder)),
-    ):
+    """Kernels of the CPU compile at -O1, here and in processes that start now, into a folder that only tests read. A
+    given FLASHPAGE_CXX stays."""
+    script = Path(__file__).with_name("quick_cxx")
+    ours = {"FLASHPAGE_CXX": shlex.quote(str(script)), "FLASHPAGE_CACHE_DIR": str(folder_of("quick kernels"))}
+    with mock.patch.dict(os.environ, {} if os.environ.get("FLASHPAGE_CXX") else ours):
         yield
 
 
