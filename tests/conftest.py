@@ -107,11 +107,11 @@ def kernels(request: pytest.FixtureRequest) -> None:
     """Compiles the kernels of all collected tests that take a `case` and a `device`, in parallel."""
     from prebuild import prebuild
 
-    wanted: dict[str, list[Case]] = defaultdict(list)
+    wanted: dict[str, dict[Case, None]] = defaultdict(dict)
     for item in request.session.items:
         values = getattr(getattr(item, "callspec", None), "params", {})
         if isinstance(values.get("case"), Case) and "device" in values and values["case"].runs_on(values["device"]):
-            wanted[values["device"]].append(values["case"])
+            wanted[values["device"]][values["case"]] = None
     for device, cases in wanted.items():
         prebuild(cases, device)
 
