@@ -20,6 +20,8 @@ from looking_kernels import look_for_tiles
 from flashpage import PlanError
 from flashpage.wrappers import planned_by_runs
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def objects_before() -> Iterator[None]:

@@ -30,6 +30,8 @@ from engine_plans import (
 import flashpage
 from flashpage import CapabilityError, PlanError, RunError
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:

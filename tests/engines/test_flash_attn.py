@@ -19,6 +19,8 @@ from signatures import shown
 from flashpage import CapabilityError, FlashpageError, RunError, compat
 from flashpage.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
 SIGNATURES = {
     flash_attn_varlen_func: (

@@ -19,6 +19,8 @@ from flashpage.engines.vllm.plugin.step import PagedRows, RaggedRows
 from flashpage.engines.vllm.plugin.versions import TESTED, warn_if_untested
 from flashpage.jit import loader
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 DECODE = ([1, 1, 1, 1], [5, 64, 130, 33])
 MIXED = ([1, 1, 7, 40], [50, 9, 7, 90])  # two decodes, a whole prompt, a later chunk of one
 VERIFY = ([3, 3, 2], [50, 9, 70])
