@@ -286,13 +286,15 @@ struct fp_python {
   bool (*requires_grad)(const void* tensor_impl);
   bool (*is_grad_enabled)();
   int32_t (*storage_bytes)(const void* tensor, int64_t* bytes);
+  int32_t (*storage_offset)(const void* tensor, int64_t* elements);
   void (*bump_version)(const void* tensor);  // not for inference tensors
 };
 // To be called before any fp_py_*. Returns FP_OTHER_TENSORS if the DLPack functions are missing or of an unknown
 // version; then no function that takes tensors may be called.
 FP_API int32_t fp_python_set(const fp_python*);
 
-// The properties of a tensor that decide how it is bound: all but its address.
+// The properties of a tensor that decide how it is bound: all but its address. The last run's address and size of the
+// storage are kept because the storage is compared with the tensor only if either has changed.
 struct fp_tensor_form {
   int32_t device_type;  // DLPack's numbers
   int32_t device_index;
@@ -301,6 +303,8 @@ struct fp_tensor_form {
   int64_t shape[5];
   int64_t strides[5];
   int64_t bytes;  // from the first element to the end of the last one
+  const void* last_data;
+  int64_t last_storage_bytes;
 };
 
 // The structs of one attention launch and its merge.

@@ -18,7 +18,8 @@ int32_t dtype_of(const dlpack::Tensor& tensor) {
 }
 
 fp_tensor_form form_of(const dlpack::Tensor& tensor) {
-  fp_tensor_form form{tensor.device.type, tensor.device.index, dtype_of(tensor), tensor.dims, {}, {}, bytes_of(tensor)};
+  fp_tensor_form form{
+      tensor.device.type, tensor.device.index, dtype_of(tensor), tensor.dims, {}, {}, bytes_of(tensor), nullptr, -1};
   for (int32_t i = 0; i < tensor.dims; ++i) {
     form.shape[i] = tensor.shape[i];
     form.strides[i] = tensor.strides[i];
@@ -51,14 +52,21 @@ bool remember(void* object, fp_tensor_form& form) {
   dlpack::Tensor tensor;
   if (!read_tensor(object, tensor)) return false;
   form = form_of(tensor);
-  return has_storage(object, form.bytes);
+  return has_storage(object, tensor);
 }
 
 // The address of a tensor that fits `form`; null if it does not, or if the object is no plain tensor.
-char* address(void* object, const fp_tensor_form& form) {
+char* address(void* object, fp_tensor_form& form) {
   dlpack::Tensor tensor;
   if (!read_tensor(object, tensor) || !fits(tensor, form)) return nullptr;
-  return has_storage(object, form.bytes) ? static_cast<char*>(tensor.data) + tensor.byte_offset : nullptr;
+  char* data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  const int64_t storage = storage_bytes(object);
+  if (data != form.last_data || storage != form.last_storage_bytes) {
+    if (!is_inside(object, tensor, form.bytes, storage)) return nullptr;
+    form.last_data = data;
+    form.last_storage_bytes = storage;
+  }
+  return data;
 }
 
 bool overlap(const char* a, int64_t a_bytes, const char* b, int64_t b_bytes) {
@@ -146,7 +154,7 @@ void* fp_py_bind(void*, void* const* arguments, intptr_t) {
 void* fp_py_judge(void*, void* const* arguments, intptr_t count) {
   for (intptr_t i = 0; i < count; ++i) {
     dlpack::Tensor tensor;
-    if (!host::read_tensor(arguments[i], tensor) || !host::has_storage(arguments[i], host::bytes_of(tensor))) {
+    if (!host::read_tensor(arguments[i], tensor) || !host::has_storage(arguments[i], tensor)) {
       return host::to_int(FP_OTHER_TENSORS);
     }
   }

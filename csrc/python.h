@@ -41,10 +41,21 @@ inline int64_t bytes_of(const dlpack::Tensor& tensor) {
   return (last + 1) * tensor.dtype.bits / 8;
 }
 
-// Whether the storage still has so many bytes: it can be resized under a tensor.
-inline bool has_storage(const void* object, int64_t bytes) {
+// Bytes of a tensor's storage; -1 if it has none.
+inline int64_t storage_bytes(const void* object) {
   int64_t found = 0;
-  return python.storage_bytes(at_tensor(object), &found) == 0 && found >= bytes;
+  return python.storage_bytes(at_tensor(object), &found) == 0 ? found : -1;
+}
+
+// Whether a storage of that size holds the tensor's `bytes`, which may begin at an offset: it can be resized under a
+// tensor.
+inline bool is_inside(const void* object, const dlpack::Tensor& tensor, int64_t bytes, int64_t storage) {
+  int64_t offset = 0;
+  if (storage < 0 || python.storage_offset(at_tensor(object), &offset) != 0) return false;
+  return bytes == 0 || storage >= offset * (tensor.dtype.bits / 8) + bytes;
+}
+inline bool has_storage(const void* object, const dlpack::Tensor& tensor) {
+  return is_inside(object, tensor, bytes_of(tensor), storage_bytes(object));
 }
 
 // Returns false if the object is not a plain tensor: not a tensor, a subclass, one without memory, one whose values

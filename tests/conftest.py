@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # A suite in the background of a script ignores SIGINT. Its children would ignore it, too, but tests interrupt them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_builds()
+    # Hundreds of processes import the same sources, and tests' files take half of their import to be parsed.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     _keep_freed_memory()
     # References are small, and torch's waiting threads would take cores from kernels and from tests' child processes.
     torch.set_num_threads(1)
@@ -53,11 +60,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="skip slow tests, and most rows of long tables")
 
 
-# Files whose tests take more than five seconds of CPU time together, mostly in compilers and processes that they start.
+# Files whose tests take more than five seconds of CPU time together, mostly in compilers, in processes that they start
+# and in importing transformers.
 SLOW = {
     *("api/test_api_attention", "api/test_api_sparse", "api/test_cascade", "api/test_ops"),
-    *("card/test_card_check", "engines/test_transformers_masks", "engines/test_transformers_tokens"),
-    *("engines/test_vllm_ops", "host/test_host_build"),
+    *("card/test_card_check", "engines/test_transformers_cache", "engines/test_transformers_masks"),
+    *("engines/test_transformers_tokens", "engines/test_vllm_ops", "host/test_host_build"),
     *("host/test_host_threads", "jit/test_aot", "jit/test_cache", "jit/test_compile_failures", "jit/test_jit"),
     *("jit/test_kernel_key", "jit/test_trust", "kernels/test_a_new_kernel", "kernels/test_function_tiles"),
     *("kernels/test_prefill_kernel", "kernels/test_prefill_sass", "kernels/test_shared_memory", "net/test_bad_inputs"),
@@ -67,14 +75,20 @@ SLOW = {
 }
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves files of slow tests unread: their imports and tables take half of the time before the first test."""
+    is_slow = f"{collection_path.parent.name}/{collection_path.stem}" in SLOW
+    needs_card = collection_path.name == "card" and not torch.cuda.is_available()
+    return True if config.getoption("fast") and (is_slow or needs_card) else None
+
+
 def _leave_out_most(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps the fast tests; if a test has parameters, its first row and every 24th."""
     kept, left_out, rows = [], [], defaultdict[str, int](int)
     for item in items:
         row = rows[name := item.nodeid.partition("[")[0]]
         rows[name] += 1
-        is_slow = item.get_closest_marker("slow") or f"{item.path.parent.name}/{item.path.stem}" in SLOW
-        (left_out if is_slow or row % 24 else kept).append(item)
+        (left_out if item.get_closest_marker("slow") or row % 24 else kept).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 
@@ -93,10 +107,20 @@ def kernels(request: pytest.FixtureRequest) -> None:
     """Compiles the kernels of all collected tests that take a `case` and a `device`, in parallel."""
     from prebuild import prebuild
 
-    wanted: dict[str, list[Case]] = defaultdict(list)
+    wanted: dict[str, dict[Case, None]] = defaultdict(dict)
     for item in request.session.items:
         values = getattr(getattr(item, "callspec", None), "params", {})
         if isinstance(values.get("case"), Case) and "device" in values and values["case"].runs_on(values["device"]):
-            wanted[values["device"]].append(values["case"])
+            wanted[values["device"]][values["case"]] = None
     for device, cases in wanted.items():
         prebuild(cases, device)
+
+
+@pytest.fixture(scope="module")
+def quick_kernels() -> Iterator[None]:
+    """Kernels of the CPU that only this file needs compile quickly. With a card, nothing changes: its kernels take
+    much longer, and files share them by the cache."""
+    from prebuild import quick_builds
+
+    with contextlib.nullcontext() if torch.cuda.is_available() else quick_builds():
+        yield

@@ -31,7 +31,7 @@ void copy_numbers(const dlpack::Tensor& from, void* to) {
 // Returns false if the object is not a tensor of numbers in one dimension.
 bool read_numbers(void* object, dlpack::Tensor& tensor) {
   return read_tensor(object, tensor) && tensor.dims == 1 && tensor.dtype.code == dlpack::signed_integer &&
-         (tensor.dtype.bits == 32 || tensor.dtype.bits == 64) && has_storage(object, bytes_of(tensor));
+         (tensor.dtype.bits == 32 || tensor.dtype.bits == 64) && has_storage(object, tensor);
 }
 
 void copy_lengths(const dlpack::Tensor& tensor, char* copy, fp_index_array& array) {

@@ -5,6 +5,8 @@ no run before the first replay.
 - It is neither freed nor moved while a graph may read it. Nothing reports that a run was captured, so memory that a
 wrapper outgrew stays until the wrapper is gone. Plans of options that runs no longer use are freed, unless a graph
 captured the plan itself (plan/session.py).
+- A wrapper for graphs has memory for each set of options that runs have used, as launches read the plans of their own
+options (plan/option_plans.py).
 
 docs/graphs.md says what that means for callers; tests/api/test_captured_memory.py walks all wrappers and options.
 """

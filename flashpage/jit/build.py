@@ -95,14 +95,13 @@ def obtain(
     store: Store,
     *,
     unusable: Entry | None = None,
-    compiler: Compiler | None = None,
 ) -> tuple[Entry, bool]:
     """The store's entry, compiled now where there is none; and whether it was. `unusable`: one that does not load.
 
     Where the store cannot be written (read-only, full, no home folder) the entry lies in a temporary folder, for the
     caller to remove (Entry.is_kept), and a warning says why.
     """
-    with _Build(store, compiler) as build:
+    with _Build(store, None) as build:
         build.take(spec, target, waits=True, unusable=unusable)
         build.run()
     result = build.results[spec, target]

@@ -119,10 +119,10 @@ def _held(path: str | Path, flags: int, at: int | None = None) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def opened(folder: str | Path, at: int | None = None, *, is_trusted: bool = False) -> Iterator[int]:
-    """A folder's descriptor, for `read` and for folders in it. Unless the folder is trusted, it is opened without
+def opened(folder: str | Path, *, is_trusted: bool = False) -> Iterator[int]:
+    """A folder's descriptor, for `read`. Unless the folder is trusted, it is opened without
     following a link, and PermissionError tells that another user could have written it."""
-    with _held(folder, _FOLDER | (0 if is_trusted else os.O_NOFOLLOW), at) as descriptor:
+    with _held(folder, _FOLDER | (0 if is_trusted else os.O_NOFOLLOW)) as descriptor:
         if not is_trusted:
             _judge(descriptor, folder)
         yield descriptor

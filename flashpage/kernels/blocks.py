@@ -1,4 +1,4 @@
-"""Kernels that use vLLM's cache blocks in place: decode, the merge of its partials, and writing.
+"""Kernels that use vLLM's cache blocks in place: decode, the merge of its partials, and writing, with RoPE or without.
 
 Their headers are include/flashpage/kernels/blocks/NAME.h.
 """
@@ -29,6 +29,10 @@ def write_spec(source: DType, stored: DType, layout: str) -> KernelSpec:
     return KernelSpec(WRITE.name, q_dtype=source, kv_dtype=stored, loader=layout)
 
 
+def rotate_write_spec(source: DType, stored: DType) -> KernelSpec:
+    return KernelSpec(ROTATE_WRITE.name, q_dtype=source, kv_dtype=stored)
+
+
 def _decode_tile(head_dim: int, kv_dtype: DType, group: int, card: Device) -> Tile:
     """The tile of decode, whose rows are a group's query heads."""
     tile_q = 32 if group > 16 and head_dim <= (64 if kv_dtype.is_fp8 else 128) else 16  # larger tiles spill
@@ -56,6 +60,10 @@ def _write_traits(spec: KernelSpec) -> tuple[str, ...]:
     return (*types(StoredQuery=spec.q_dtype, StoredCache=spec.kv_dtype), layout)
 
 
+def _rotate_write_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return types(StoredQuery=spec.q_dtype, StoredCache=spec.kv_dtype)
+
+
 DECODE = Kernel(
     name="block_decode_sm80",
     header="flashpage/kernels/blocks/decode.h",
@@ -78,4 +86,11 @@ WRITE = Kernel(
     parameters=(("BlockWriteParams", "params"),),
     traits=_write_traits,
 )
-KERNELS = (DECODE, MERGE, WRITE)
+ROTATE_WRITE = Kernel(
+    name="block_rotate_write",
+    header="flashpage/kernels/blocks/rotate_write.h",
+    cpp="RotateWrite<Traits>",
+    parameters=(("RotateWriteParams", "params"),),
+    traits=_rotate_write_traits,
+)
+KERNELS = (DECODE, MERGE, WRITE, ROTATE_WRITE)

@@ -24,6 +24,7 @@ _OF_TORCH = {
     "requires_grad": ("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv"),
     "is_grad_enabled": ("libc10.so", "_ZN3c108GradMode10is_enabledEv"),
     "storage_bytes": ("libtorch_cpu.so", "aoti_torch_get_storage_size"),
+    "storage_offset": ("libtorch_cpu.so", "aoti_torch_get_storage_offset"),
     "bump_version": ("libtorch_cpu.so", "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE"),
 }
 

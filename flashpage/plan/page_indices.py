@@ -242,8 +242,9 @@ def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
 class MaskBits:
     """A custom mask as packed bits on the device; each request's q_len x kv_len bits start on a new byte."""
 
-    def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
-        self.device, self.buffer = device, buffer
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffer: torch.Tensor | None = None  # graph mode
         self.tensor: torch.Tensor | None = None
         self.address: int | None = None
 

@@ -8,12 +8,14 @@ import dataclasses
 import torch
 
 from .. import jit, native, variants
-from ..base.errors import PlanError
+from ..base import tensor_memory
+from ..base.errors import PlanError, VariantError
 from ..kernels import choose, schedules
 from ..kernels.context_classes import ContextClass
 from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
 from ..kernels.work import Problem
+from ..native import fastcall
 from . import gather_rows
 
 CPU_CTAS_PER_THREAD = 4  # small shares, so that threads that start late still find work
@@ -121,6 +123,9 @@ def trace(options: Options, soft_cap: float, device: torch.device) -> variants.T
 
 def fill_variant(arguments: native.VariantArgs, traced: variants.TracedVariant) -> None:
     """Pointers, strides and numbers that a variant captured; the caller keeps `traced` alive."""
+    if fastcall.builtins().judge(*traced.tensors):  # it found one that C cannot read, or not safely
+        for (name, *_), tensor in zip(traced.spec.tensors, traced.tensors, strict=True):
+            tensor_memory.address(tensor, f"captured tensor {name!r}", VariantError)
     for i, tensor in enumerate(traced.tensors):
         arguments.tensors[i].data = tensor.data_ptr()
         for axis in range(tensor.dim()):

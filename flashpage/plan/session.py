@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,15 +15,14 @@ from ..base.memory import allocate, is_capturing
 from ..kernels.options import OptionOverride, Options
 from ..kernels.spec import KernelSpec
 from .batch import NO_BOUNDS, NO_LIMIT, Batch, Longest
-from .buffers import PlanBuffer
 from .capacity import Capacity
 from .device_lengths import TableLengths
 from .lengths import Given, Lengths, Names
 from .option_plan import OptionPlan
+from .option_plans import OptionPlans
 from .page_indices import Mask
 from .workspaces import Workspaces
 
-_MOST_KNOWN = 64  # sets of options kept with their kernels
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch's CPU builds lack it
 
 
@@ -31,22 +31,15 @@ def current_stream(device_index: int) -> int:
     return _raw_stream(device_index) if device_index >= 0 else 0
 
 
-class Planner:
+class Planner(OptionPlans):
     """Plans of one wrapper, made by one thread at a time."""
 
     def __init__(self, device: torch.device, is_graph: bool, names: Names, float_buffer: torch.Tensor) -> None:
-        self.device, self.is_graph = device, is_graph
         self.generation = 1  # number of the plan; structs of another number are bound again; 0: none
         self.is_planned = False
-        self.workspaces = Workspaces(device, float_buffer)
-        self.batch = Batch(device, is_graph, names, self.workspaces)
+        workspaces = Workspaces(device, float_buffer)
+        super().__init__(Batch(device, is_graph, names, workspaces), workspaces)
         self.device_index, self.mask, self.indices = self.batch.device_index, self.batch.mask, self.batch.pages
-        self.active: list[OptionPlan] = []  # planned at every plan; the first one has plan's options
-        self._known: dict[Options, OptionPlan] = {}
-        self._variations: dict[OptionOverride, OptionPlan] = {}  # with the options of runs
-        self._slot: PlanBuffer | None = None  # the first one's, whatever its options
-        self._kept: list[PlanBuffer | torch.Tensor] = []  # plans that a graph may read
-        self._waits = False  # whether plans wait for `publish`
         self._take_pages: Callable[[], None] | None = None  # when the plan is published
         self._last = 0  # number of the last complete plan
         self._indices_name = names.indices
@@ -68,7 +61,9 @@ class Planner:
         self._workspaces_changed()
         if self._slot is not None:
             self._slot.attach(self.active[0].call, buffer)
-        self._forget(self.active[1:])  # their plans need as much room
+        others = [known for known in self._known.values() if hasattr(known, "slot") and known is not self.active[0]]
+        self._forget(others)  # their plans need as much room
+        self._idle = []
 
     def _workspaces_changed(self) -> None:
         self.invalidate()
@@ -94,6 +89,11 @@ class Planner:
         """Until the next complete plan nothing may run."""
         self.generation += 1
         self.is_planned = False
+
+    def configure(self, options: Options) -> None:
+        """Takes options that differ from the last plan's."""
+        self.invalidate()
+        self._use_options(options)
 
     @property
     def options(self) -> Options:
@@ -142,30 +142,6 @@ class Planner:
     def kv_end(self) -> int:
         """The end of the present plan's kv_indptr: pages; ragged: tokens."""
         return self.active[0].call.result.total_pages
-
-    def configure(self, options: Options) -> None:
-        """Takes options that differ from the last plan's. Options of runs are planned again when a run uses them; those
-        of a graph stay, as its launches read their plans."""
-        self.invalidate()
-        first = self._combination(options)
-        if self._slot is None:
-            self._slot = PlanBuffer(self.device_index, self.workspaces.int_buffer, first.call)
-        before, kept = self.active, self._variations if self.is_graph else {}
-        same_heads = bool(before) and _heads(before[0].options) == _heads(options)
-        slots = {variation: found.slot for variation, found in kept.items() if same_heads and found is not before[0]}
-        self._forget(before[1:])
-        self.active, self._variations = [first], {}
-        self.batch.use_options(options)
-        self._slot.attach(first.call)
-        first.slot = self._slot
-        first.choose_again()
-        for variation, slot in slots.items():
-            combination = self._combination(variation.over(options))
-            if combination not in self.active:
-                combination.slot = slot
-                slot.attach(combination.call)
-                self._add(combination)
-            self._variations[variation] = combination
 
     def plan(self, given: Given, kv_indices: Any, non_blocking: bool, longest: Longest = NO_BOUNDS) -> None:
         """Plans lengths and page numbers, for the options of plan and for those that runs have used."""
@@ -229,6 +205,23 @@ class Planner:
         """Graph mode: later plans wait for `publish`, so that those of several objects reach launches together."""
         self._waits = self.batch.struct.is_staged = True
 
+    @contextlib.contextmanager
+    def published_after(self) -> Iterator[None]:
+        """Graph mode: a plan within is published at the end, unless a check of it raises."""
+        waits = self._waits
+        if self.is_graph:
+            self.wait()
+        try:
+            yield
+        except BaseException:
+            self.is_planned = False
+            raise
+        finally:
+            self._waits = waits
+            self._stage()
+        if self.is_graph and not waits:
+            self.publish()
+
     def publish(self) -> None:
         """Copies the newest plan to where captured launches read it; the page numbers follow."""
         for combination in self.active:
@@ -248,22 +241,6 @@ class Planner:
                 if is_needed:
                     raise
             self._forget([other])  # if planning failed, the next run with these options raises the error
-
-    def _add(self, combination: OptionPlan) -> None:
-        """Plans it from now on."""
-        self.active.append(combination)
-        self.batch.struct.is_staged = self.is_graph
-
-    def _forget(self, combinations: list[OptionPlan]) -> None:
-        """Plans them no longer, until a run uses them again; frees their memory, unless a graph may read it."""
-        for combination in combinations:
-            combination.generation = 0
-            if self.is_graph or combination.call.was_captured:
-                self._kept.append(combination.slot)
-            del combination.slot
-        self.active = [combination for combination in self.active if combination not in combinations]
-        self._variations = {name: found for name, found in self._variations.items() if found not in combinations}
-        self.batch.struct.is_staged = self._waits or (self.is_graph and len(self.active) > 1)
 
     def plan_on_device(self, tables: TableLengths) -> None:
         """Plans on the device, from lengths there, for the options of plan and for those that runs have used."""
@@ -361,11 +338,9 @@ class Planner:
 
     def _activate(self, combination: OptionPlan) -> None:
         """Plans these options for the present batch; afterwards they count as active."""
-        is_new = combination not in self.active
+        is_new, has_plan = combination not in self.active, hasattr(combination, "slot")
         if is_new:
-            workspace = self.workspaces.int_buffer
-            memory = allocate(workspace.shape, workspace.dtype, self.device, "a run's own options", zeroed=False)
-            combination.slot = PlanBuffer(self.device_index, memory, combination.call)
+            combination.slot = self._own_slot(combination)
             combination.choose_again()
         batch = self.batch
         batch.stream = current_stream(self.device_index)
@@ -380,21 +355,8 @@ class Planner:
                 combination.prepare_on_device(batch, batch.tables)
                 combination.plan_on_device(batch, batch.tables, self.plan_kernel)
         except BaseException:
-            if is_new:
+            if not has_plan:
                 self._forget([combination])
             raise
         if is_new:
             self._add(combination)
-
-    def _combination(self, options: Options) -> OptionPlan:
-        found = self._known.get(options)
-        if found is None:
-            if len(self._known) >= _MOST_KNOWN and not self.is_graph:
-                kept = (known for known in self._known.values() if known.call.was_captured or known in self.active)
-                self._known = {known.options: known for known in kept}
-            found = self._known[options] = OptionPlan(options, self.batch)
-        return found
-
-
-def _heads(options: Options) -> tuple[int, int]:
-    return options.num_q_heads, options.num_kv_heads

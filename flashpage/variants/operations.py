@@ -28,8 +28,8 @@ def _operation(*names: str) -> Callable[[Callable[..., Traced]], Callable[..., T
     return register
 
 
-def _same_kind(x: Traced, y: Traced, symbol: str, least: str = "int") -> Traced:
-    a, b = promoted(x, y, least=least)
+def _same_kind(x: Traced, y: Traced, symbol: str) -> Traced:
+    a, b = promoted(x, y, least="int")
     return Traced(a.kind, f"({{0}} {symbol} {{1}})", a, b)
 
 

@@ -40,7 +40,8 @@ class Variant:
 
     Python callables in FlexAttention's style are traced to an expression: trace.py says what is traced and what
     is compiled in. C++ expressions use the same five names, what they capture, and the functions of variant.h; they run
-    on vectors of tokens on the CPU, so write `select(condition, x, y)` for `condition ? x : y`.
+    on vectors of tokens on the CPU, so write `select(condition, x, y)` for `condition ? x : y`. `floor_div` and `mod`
+    (Python's // and %) give some number if an integer divisor is 0; `/` and `%` of two C++ ints then end the process.
 
     Args:
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`.

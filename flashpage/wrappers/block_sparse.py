@@ -10,7 +10,7 @@ import torch
 from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.unique import Unique
-from ..kernels.options import checked_values
+from ..kernels.options import RunOptions, checked_values
 from ..plan.lengths import Lengths, Names, all_to_host, batch_of
 from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
@@ -28,7 +28,29 @@ NAMES |= {
 }
 
 
-class BlockSparseAttentionWrapper(Unique):
+class SparseWrapper(Unique):
+    """The base of the wrappers for sparse matrices."""
+
+    _names: Names
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        checks.backend(backend)
+        self._attention = Attention(float_workspace_buffer, "NHD", names=self._names, owner=type(self).__name__)
+        self._checked = Checked()
+        self._values: RunOptions
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Takes other workspaces; call plan again before the next run."""
+        self._attention.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def _take_values(self, use_fp16_qk_reduction: bool, **changed: Any) -> None:
+        """Sets the options of this run and later ones, as FlashInfer's `forward` does."""
+        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        self._attention.require_plan("forward")
+        self._values = checked_values(self._values, window_left=-1, **changed)
+
+
+class BlockSparseAttentionWrapper(SparseWrapper):
     """Attention under a block-sparse matrix (BSR): blocks of R rows x C tokens.
 
     Args:
@@ -37,15 +59,7 @@ class BlockSparseAttentionWrapper(Unique):
         backend: "auto" ("fa2", "fa3": the same).
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        checks.backend(backend)
-        names = Names("qo_indptr", "indptr", "", "seq_lens", "indices")
-        self._attention = Attention(float_workspace_buffer, "NHD", names=names, owner=type(self).__name__)
-        self._checked = Checked()
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes other workspaces; call plan again before the next run."""
-        self._attention.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+    _names = Names("qo_indptr", "indptr", "", "seq_lens", "indices")
 
     def plan(
         self,
@@ -194,12 +208,9 @@ class BlockSparseAttentionWrapper(Unique):
         rope_theta: float | None = None,
     ) -> Any:
         """`run` with options that replace the planned ones, defaults included."""
-        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
-        self._attention.require_plan("forward")
-        self._values = checked_values(
-            self._values,
+        self._take_values(
+            use_fp16_qk_reduction,
             pos_encoding_mode=pos_encoding_mode,
-            window_left=-1,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,

@@ -96,15 +96,19 @@ class FunctionPlan:
 
 
 class _Seen:
-    """A tensor and its version: equal if it is one tensor that torch has not seen written in between."""
+    """A tensor and its version: equal if it is one tensor that torch has not seen written in between. On the CPU its
+    numbers are compared too, because arrays that share a tensor's memory are written without torch."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_numbers", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._version = tensor, tensor._version
+        self._numbers = tensor.tolist() if tensor.is_cpu else None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Seen) and self._tensor is other._tensor and self._version == other._version
+        if not isinstance(other, _Seen) or self._numbers != other._numbers:
+            return False
+        return self._tensor is other._tensor and self._version == other._version
 
     def __hash__(self) -> int:
         return id(self._tensor)

@@ -270,6 +270,7 @@ def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
         not is_dynamo_compiling()
         and first.stride() == second.stride()
         and first.dtype == second.dtype
+        and first.is_neg() == second.is_neg()
         and first.untyped_storage()._cdata == second.untyped_storage()._cdata
         and first.storage_offset() + first.shape[-1] == second.storage_offset()
     )

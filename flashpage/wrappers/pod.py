@@ -11,11 +11,12 @@ from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.unique import Unique
 from ..plan.lengths import Lengths, Names, all_to_host
-from ..plan.page_indices import NO_PAGES, Mask, Pages, kept
+from ..plan.page_indices import Mask, Pages, kept
 from .base import DECODE, RAGGED, Attention
 from .graph_buffers import take_graph_buffers
 from .plan_arguments import Checked, DecodeArguments, PrefillArguments, types_of
 from .planned_by_runs import PlannedByRuns
+from .single import plan_of_one
 
 # The callers' names: a suffix says which side an argument is for.
 _PREFILLS = Names("qo_indptr_p", "kv_indptr_p", "last_page_len_p", "seq_lens", "kv_indices_p")
@@ -219,31 +220,7 @@ class PODWithPagedKVCacheWrapper(Unique):
         options: dict[str, Any],
     ) -> Attention:
         """Plans the prefill once a step, in its first layer; a mask is read again in every layer."""
-        checks.layout(layout, RunError, "kv_layout_p")
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if checks.tensor(tensor, name, RunError).dim() != 3:
-                raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
-        token, head = (0, 1) if layout == "NHD" else (1, 0)
-        if mask is not None:
-            mask = mask.of_one("custom_mask_p", q.shape[0], k.shape[token])
-
-        def plan(prefill: Attention) -> None:
-            q_indptr, kv_indptr = (
-                torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (q.shape[0], k.shape[token])
-            )
-            arguments = PrefillArguments(
-                "ragged",
-                q.shape[1],
-                k.shape[head],
-                q.shape[2],
-                head_dim_vo=v.shape[2],
-                has_mask=mask is not None,
-                q_data_type=checks.dtype_of(q, "q", RunError),
-                kv_data_type=checks.dtype_of(k, "k", RunError),
-                **options,
-            )
-            prefill.plan(Lengths(q_indptr, kv_indptr), NO_PAGES, *arguments.checked(), mask)
-
+        plan = plan_of_one(q, k, v, (layout, "_p"), mask, options)
         key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, *options.values())
         return self._prefills[layout].plan(None if mask is not None else key, plan)
 

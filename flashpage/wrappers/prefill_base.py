@@ -117,7 +117,6 @@ class PrefillWrapper(Adapter):
 
     def _check_planned(self) -> None:
         """A mask whose bits are already in the wrapper's buffer, where engines copy them."""
-        self._copy_items()
         planner = self._planner
         if not planner.options.has_mask:
             return

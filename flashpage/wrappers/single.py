@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -148,31 +149,48 @@ def _run(
     lse: tuple[bool, str],
     mask: Mask | None = None,
 ) -> Any:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(tensor, name, RunError)
-        if tensor.dim() != 3:
-            raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, [rows, heads, head_dim].")
-    checks.layout(kv_layout, RunError)
-    token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
-    if mask is not None:
-        mask = mask.of_one("custom_mask", q.shape[0], k.shape[token])
-    arguments = PrefillArguments(
-        "ragged",
-        q.shape[1],
-        k.shape[head],
-        q.shape[2],
-        head_dim_vo=v.shape[2],
-        has_mask=mask is not None,
-        q_data_type=checks.dtype_of(q, "q", RunError),
-        kv_data_type=checks.dtype_of(k, "k", RunError),
-        **options,
-    )
+    plan = plan_of_one(q, k, v, (kv_layout, ""), mask, options)
     attention = _attention(q.device, kv_layout)
-    lengths = Lengths(_indptr(q.shape[0]), _indptr(k.shape[token]))
-    attention.plan(lengths, NO_PAGES, *arguments.checked(), mask)
+    plan(attention)
     if is_capturing(attention.device):
         _captured.add(attention)
     return attention.run_of(lse[1])(q, (k, v), return_lse=lse[0], scales=scales)
+
+
+def plan_of_one(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: tuple[Any, str],
+    mask: Mask | None,
+    options: dict[str, Any],
+) -> Callable[[Attention], None]:
+    """A function that plans one request over ragged K and V. `layout`: "NHD" or "HND", and what ends the caller's names
+    of kv_layout and custom_mask; `options`: of PrefillArguments."""
+    kv_layout = checks.layout(layout[0], RunError, f"kv_layout{layout[1]}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if checks.tensor(tensor, name, RunError).dim() != 3:
+            raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, [rows, heads, head_dim].")
+    token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
+    lengths = q.shape[0], k.shape[token]
+    of_one = None if mask is None else mask.of_one(f"custom_mask{layout[1]}", *lengths)
+
+    def plan(attention: Attention) -> None:
+        arguments = PrefillArguments(
+            "ragged",
+            q.shape[1],
+            k.shape[head],
+            q.shape[2],
+            head_dim_vo=v.shape[2],
+            has_mask=of_one is not None,
+            q_data_type=checks.dtype_of(q, "q", RunError),
+            kv_data_type=checks.dtype_of(k, "k", RunError),
+            **options,
+        )
+        ends = (torch.tensor([0, length], dtype=torch.int32, device="cpu") for length in lengths)
+        attention.plan(Lengths(*ends), NO_PAGES, *arguments.checked(), of_one)
+
+    return plan
 
 
 def _attention(device: torch.device, kv_layout: str) -> Attention:
@@ -183,10 +201,6 @@ def _attention(device: torch.device, kv_layout: str) -> Attention:
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         found[key] = Attention(workspace, kv_layout, names=RAGGED)
     return found[key]
-
-
-def _indptr(length: int) -> torch.Tensor:
-    return torch.tensor([0, length], dtype=torch.int32, device="cpu")
 
 
 def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:

@@ -9,8 +9,9 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
-from ..kernels.options import check_scale
+from ..kernels.options import Options, check_scale
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .plan_arguments import Arguments
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -70,16 +71,18 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         if kwargs.get("window_left", -1) == -1 and len(args) < _WINDOW_POSITION:
             kwargs["window_left"] = self._given_window
         super().plan(*args, **kwargs)
-        self._check_constructor_options()
 
     begin_forward = plan  # type: ignore[assignment]
 
+    def _check(self, arguments: Arguments) -> None:
+        super()._check(arguments)
+        self._check_constructor_options(self._options)
+
     def _check_planned(self) -> None:
         super()._check_planned()
-        self._check_constructor_options()
+        self._check_constructor_options(self._planner.options)
 
-    def _check_constructor_options(self) -> None:
-        options = self._options
+    def _check_constructor_options(self, options: Options) -> None:
         planned = {
             "pos_encoding_mode": options.position_encoding,
             "q_data_type": options.q_dtype,
@@ -89,7 +92,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         }
         for name, given in self._given.items():
             if planned[name] != given:
-                self._planner.invalidate()
+                self._arguments = None
                 raise PlanError(
                     f"{name}={planned[name]} in plan but {given} in the constructor: pass the same value to both."
                 )

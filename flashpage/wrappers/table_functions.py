@@ -253,8 +253,11 @@ def _run(call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: in
     out = call.out
     if out is None and q_indptr is not None:  # rows of no request are not written
         out = query.new_zeros((*query.shape[:2], v.shape[3]), dtype=plan.options.out_dtype.torch)
+    lse = call.lse
+    if lse is None and call.return_lse is True and q_indptr is not None:
+        lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     attention = plan.on_device(lengths)
-    return attention.run(query, (k, v), out, call.lse, call.return_lse, values, scales, sinks, call.enable_pdl)
+    return attention.run(query, (k, v), out, lse, call.return_lse, values, scales, sinks, call.enable_pdl)
 
 
 def _pair(kv_cache: Any, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,16 +9,14 @@ import torch
 
 from ..base import checks, tensor_memory
 from ..base.errors import FlashpageError, PlanError, RunError
-from ..base.unique import Unique
-from ..kernels.options import check_heads, checked_values
+from ..kernels.options import check_heads
 from ..plan.lengths import Lengths, Names, all_to_host, check_numbers
 from ..plan.page_indices import Pages
-from .base import Attention
-from .block_sparse import NAMES
-from .plan_arguments import Checked, PrefillArguments
+from .block_sparse import NAMES, SparseWrapper
+from .plan_arguments import PrefillArguments
 
 
-class VariableBlockSparseAttentionWrapper(Unique):
+class VariableBlockSparseAttentionWrapper(SparseWrapper):
     """Attention under block masks: block (i, j) of a KV head has block_row_sz[head, i] rows x block_col_sz[head, j]
     tokens.
 
@@ -30,16 +28,8 @@ class VariableBlockSparseAttentionWrapper(Unique):
         backend: "auto" ("fa2", "fa3": the same).
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        checks.backend(backend)
-        names = Names("block_row_sz", "block_mask_map", "", "seq_lens", "block_mask_map")
-        self._attention = Attention(float_workspace_buffer, "NHD", names=names, owner=type(self).__name__)
-        self._checked = Checked()
-        self._sizes = (0, 0, 0, 0, 0)  # query heads, KV heads, rows, tokens, tokens of a page
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes other workspaces; call plan again before the next run."""
-        self._attention.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+    _names = Names("block_row_sz", "block_mask_map", "", "seq_lens", "block_mask_map")
+    _sizes = (0, 0, 0, 0, 0)  # query heads, KV heads, rows, tokens, tokens of a page
 
     def plan(
         self,
@@ -169,12 +159,9 @@ class VariableBlockSparseAttentionWrapper(Unique):
         rope_theta: float | None = None,
     ) -> Any:
         """`run` with options that replace the planned ones, defaults included."""
-        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
-        self._attention.require_plan("forward")
-        self._values = checked_values(
-            self._values,
+        self._take_values(
+            use_fp16_qk_reduction,
             pos_encoding_mode=pos_encoding_mode,
-            window_left=-1,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,

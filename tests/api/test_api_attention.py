@@ -15,6 +15,8 @@ from inputs import Inputs, make_inputs, pack_bits, reference_states
 import flashpage
 from flashpage import CapabilityError, PlanError, RunError
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 WORKSPACE_BYTES = 32 << 20
 DECODES = ((1, 70), (1, 0), (1, 200), (1, 16))
 PREFILLS = ((130, 150), (65, 65), (90, 300))

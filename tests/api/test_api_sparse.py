@@ -14,6 +14,8 @@ from reference import Options, attention
 import flashpage
 from flashpage import CapabilityError, PlanError, RunError
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 WORKSPACE_BYTES = 32 << 20
 
 

@@ -14,7 +14,7 @@ from bad_input import DIM, HEADS, KINDS, KV_HEADS, PAGE, decode_plan, decode_run
 from odd_tensors import ODD, planned
 
 import flashpage
-from flashpage import CapabilityError, PlanError, RunError
+from flashpage import CapabilityError, PlanError, RunError, VariantError
 from flashpage.base import tensor_memory
 
 
@@ -40,6 +40,27 @@ def test_a_run_refuses_odd_tensors(kind: str, argument: str, is_second: bool) ->
         wrapper.run(**parts_of(run, argument, make))
     assert len(str(caught.value)) < 400
     assert wrapper.run(**decode_run()).isfinite().all()
+
+
+@pytest.mark.parametrize("argument", ["q", "paged_kv_cache", "out"])
+def test_a_storage_that_shrinks_between_equal_runs(argument: str) -> None:
+    wrapper, run = planned(), decode_run() | {"out": torch.empty(2, HEADS, DIM)}
+    whole = torch.stack([run[argument]] * 2)
+    run[argument] = whole[1]
+    for _ in range(2):
+        wrapper.run(**run)
+    whole.untyped_storage().resize_(whole[0].nbytes + 4)
+    with pytest.raises(RunError, match=rf"{argument} needs .* resized to"):
+        wrapper.run(**run)
+
+
+@pytest.mark.parametrize("kind", ["freed", "shrunk", "cut", "negative"])
+def test_captured_tensors_have_memory(kind: str) -> None:
+    """They are read in place by every run of a plan."""
+    make, says = ODD[kind]
+    variant = flashpage.Variant(logit="score + bias[h]", tensors={"bias": make(torch.ones(HEADS))})
+    with pytest.raises(VariantError, match=f"captured tensor 'bias' .*{says}"):
+        planned(variant=variant).run(**decode_run())
 
 
 def test_odd_tensors_work_where_they_can() -> None:

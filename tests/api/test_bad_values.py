@@ -13,6 +13,8 @@ from odd_tensors import planned
 import flashpage
 from flashpage import PlanError, RunError, jit, native
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 @pytest.mark.parametrize(
     ("argument", "value"),

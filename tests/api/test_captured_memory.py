@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from captured_runs import CapturedRuns, churn, few_objects
-from captured_subjects import LENS, Cascade, Subject, ints
+from captured_subjects import DIM, HEADS, KV_HEADS, LENS, PAGE, Cascade, PagedPrefill, Subject, ints
 from captured_walks import WALKS, Walk
 from looking_kernels import look_for_tiles
 
 from flashpage import PlanError
 from flashpage.wrappers import planned_by_runs
+
+pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,6 +58,43 @@ def test_graphs_hold_memory_that_stays(walk: Walk, monkeypatch: pytest.MonkeyPat
         fresh.plan(i)
         for out, expected in zip(outputs(graph.out), outputs(fresh.run(i)), strict=True):
             torch.testing.assert_close(out[: subject.used(i)], expected[: subject.used(i)])
+
+
+@pytest.mark.parametrize("as_variation", [False, True], ids=["of plan", "of a run"])
+def test_captured_launches_keep_their_options(as_variation: bool) -> None:
+    """Replays follow later plans of other options, with the options of the capture and in memory of their own."""
+    subject = PagedPrefill("cpu", True, {"causal": True}, {"window_left": 11} if as_variation else {})
+    fresh = subject.fresh()
+    subject.plan(0)
+    subject.run()
+    graph = CapturedRuns(subject.run, keeps_tensors=True)
+    for i in (0, 1, 2):
+        for others in ({"window_left": 5}, {"causal": True, "window_left": 12}, {"causal": False}):
+            subject.options = others
+            subject.plan(i)
+            subject.run_others(i)
+        subject.out.fill_(math.nan)
+        graph.check_memory()
+        graph.replay()
+        fresh.plan(i)
+        torch.testing.assert_close(subject.out[: subject.used(i)], fresh.run(i)[: subject.used(i)])
+    subject.options = {"causal": True}
+    subject.plan(1)
+    assert CapturedRuns(subject.run, keeps_tensors=True).addresses == graph.addresses
+
+
+def test_captured_launches_whose_lengths_differ_stay_as_they_were() -> None:
+    """A batch with pages of another size has no plan for them."""
+    subject = PagedPrefill("cpu", True, {"causal": True}, {})
+    subject.plan(0)
+    subject.run()
+    memory = subject.wrapper._planner.active[0].slot.memory
+    before = memory.clone()
+    lengths = ints(0, 2), ints(0, 3), ints(2, 1, 0), ints(5)
+    subject.wrapper.plan(*lengths, HEADS, KV_HEADS, DIM, PAGE // 2, q_data_type=subject.dtype)
+    assert torch.equal(memory, before)
+    subject.plan(1)
+    assert subject.wrapper._planner.active[0].slot.memory is memory and not torch.equal(memory, before)
 
 
 @pytest.mark.parametrize("walk", [walk for walk in WALKS if "bits" in walk.name], ids=str)

@@ -25,6 +25,8 @@ from flashpage import CapabilityError, PlanError, RunError
 from flashpage.wrappers import merge, operators
 from flashpage.wrappers.base import Attention
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 THREE = (((9, 100),), ((3, 37), (6, 0)), ((1, 5), (2, 40), (0, 3), (4, 16), (2, 2)))
 PREFILL = (((40, 130),), ((17, 17), (20, 65), (3, 40)))
 GROUPS = (((3, 64), (2, 200)), ((1, 33), (1, 0), (1, 5), (1, 64), (1, 17)))

@@ -15,6 +15,8 @@ from reference import attention
 import flashpage
 from flashpage import CapabilityError, PlanError, RunError
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 WORKSPACE_BYTES = 32 << 20
 DECODE_LENS = (70, 0, 16, 1, 129)
 PREFILL = ((17, 17), (20, 65), (0, 3), (3, 40))

@@ -99,6 +99,10 @@ def test_tensors_together_and_apart() -> None:
     assert torch.equal(together, views) and torch.equal(together, apart)
     q_nope, q_pe, _, _ = batch.parts()
     assert torch.equal(wrapper.run(q_nope, q_pe, kv_cache=batch.cache), together)
+    negative = torch._neg_view(q_pe)  # next to q_nope, too
+    assert torch.equal(
+        wrapper.run(q_nope, negative, kv_cache=batch.cache), wrapper.run(q_nope, -q_pe, kv_cache=batch.cache)
+    )
     backwards = torch.cat([q_pe, q_nope], -1)  # views of one tensor, but in the other order
     assert torch.equal(wrapper.run(backwards[..., KPE:], backwards[..., :KPE], kv_cache=batch.cache), together)
 
@@ -140,6 +144,9 @@ def test_planning_as_sglang_does() -> None:
     memory = (wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer)
     wrapper._cached_module.plan(*memory, batch.q_indptr, batch.kv_indptr, batch.lens, HEADS, CKV, True)
     close(wrapper.run(*batch.parts()), batch.out)
+    wrapper._page_size = PAGE // 2
+    with pytest.raises(PlanError, match=r"kv_len_arr\[\d\]=\d+ exceeds the"):
+        wrapper._cached_module.plan(*memory, batch.q_indptr, batch.kv_indptr, batch.lens, HEADS, CKV, True)
     assert wrapper._kv_len_arr_buf is buffers["kv_len_arr"] and wrapper._kv_indices_buf is buffers["kv_indices"]
 
 

@@ -50,13 +50,27 @@ def test_options_of_runs_stay_as_long_as_runs_use_them() -> None:
 def test_a_graphs_options_stay() -> None:
     wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=100, max_rows=16)
     plan(wrapper)
+    wrapper.run(Q, KV)
     wrapper.run(Q, KV, window_left=7)
     places = [active.slot.memory.data_ptr() for active in wrapper._planner.active]
     for tokens in (310, 320, 330):
         plan(wrapper, tokens=tokens)
     assert [options.window_left for options in planned_options(wrapper)] == [-1, 7]
     plan(wrapper, causal=True)
+    assert [options.window_left for options in planned_options(wrapper)] == [-1, 7, -1]
+    first, *others = (active.slot.memory.data_ptr() for active in wrapper._planner.active)
+    assert others == places[::-1] and first not in places
+    plan(wrapper)  # no run has used the causal plan
+    assert [options.window_left for options in planned_options(wrapper)] == [-1, 7]
     assert [active.slot.memory.data_ptr() for active in wrapper._planner.active] == places
+
+
+def test_options_that_no_run_of_a_graph_used_take_no_memory() -> None:
+    wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=100, max_rows=16)
+    for window in range(1, 20):
+        plan(wrapper, window_left=window)
+        assert wrapper._planner.active[0].slot.memory is wrapper._int_workspace_buffer
+    wrapper.run(Q, KV)
 
 
 def test_a_plan_does_not_fail_on_options_of_an_earlier_batch() -> None:

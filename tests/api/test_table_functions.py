@@ -177,6 +177,15 @@ def test_lengths_are_read_at_every_call(device: str, kernels: None) -> None:
     batch.check(found, batch.expected(sm_scale=DIM**-0.5))
 
 
+def test_rows_of_no_request(device: str, kernels: None) -> None:
+    batch = Batch((1, 3, 0, 2), device)
+    expected = batch.expected(sm_scale=DIM**-0.5, causal=True)
+    used, batch.q = len(batch.q), torch.cat([batch.q, torch.full_like(batch.q, torch.nan)])
+    out, lse = batch.context(batch.halves)
+    batch.check((out[:used], lse[:used]), expected)
+    assert not out[used:].any() and bool((lse[used:] == -torch.inf).all())
+
+
 def test_outputs_are_written_in_place(device: str, kernels: None) -> None:
     batch = Batch((1, 1, 1, 1), device)
     out, lse = torch.empty_like(batch.q), torch.empty(4, HEADS, device=device)

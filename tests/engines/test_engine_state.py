@@ -30,6 +30,8 @@ from engine_plans import (
 import flashpage
 from flashpage import CapabilityError, PlanError, RunError
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
@@ -269,6 +271,29 @@ def test_what_cannot_be_is_refused(batch: Batch, written: dict[str, Any], change
     wrapper.reset_workspace_buffer(workspace(), workspace())
     engine_prefill_plan(wrapper, OTHER)
     assert bool(outputs(wrapper, OTHER, batch)[: OTHER.q.numel()].isfinite().all())
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["one plan", "a run's options too"])
+def test_a_refused_plan_changes_nothing_that_graphs_read(batch: Batch, others: int) -> None:
+    """The written numbers are compared with the batch's, which only the plan finds."""
+    wrapper, usual = prefill(True), prefill()
+    plan(wrapper, FIRST)
+    for window in (3,) * others:
+        wrapper.run(FIRST.q, batch.cache, window_left=window)
+    engine_prefill_plan(wrapper, OTHER)
+    memory = [known.slot.memory for known in wrapper._planner.active]
+    before = [plan.clone() for plan in memory]
+    assert len(before) == 1 + others
+    for name, value in (("_max_q_len", 0), ("_qo_indptr_last", 9), ("_mask_indptr_buf", INDPTR)):
+        with pytest.raises(PlanError, match=name):
+            engine_prefill_plan(wrapper, FIRST, written={name: value})
+        assert all(map(torch.equal, memory, before))
+        with pytest.raises(RunError, match="has no plan"):
+            outputs(wrapper, OTHER, batch)
+    engine_prefill_plan(wrapper, ONE_ROW)
+    assert not torch.equal(memory[0], before[0])
+    plan(usual, ONE_ROW)
+    assert torch.equal(outputs(wrapper, ONE_ROW, batch), outputs(usual, ONE_ROW, batch))
 
 
 def test_a_plan_info_is_of_one_plan(batch: Batch) -> None:

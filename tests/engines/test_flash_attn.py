@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from reference import Options, attention
 from signatures import shown
 
-from flashpage import CapabilityError, RunError, compat
+from flashpage import CapabilityError, FlashpageError, RunError, compat
 from flashpage.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
 SIGNATURES = {
@@ -252,6 +255,8 @@ def cache_arguments(**changed: Any) -> dict[str, Any]:
     } | changed
 
 
+NEW = {"k": data(1, 1, KV_HEADS, DIM), "v": data(1, 1, KV_HEADS, DIM), "cache_seqlens": 3}
+TABLES = ("rotary_cos", "rotary_sin")
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (flash_attn_varlen_func, {"dropout_p": 0.1}, CapabilityError, "dropout_p=0.1 is not supported"),
     (flash_attn_varlen_func, {"q": data(4, HEADS, DIM).requires_grad_()}, RunError, "q requires grad"),
@@ -259,6 +264,8 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (flash_attn_varlen_func, {"window_size": 3}, RunError, "window_size=3"),
     (flash_attn_varlen_func, {"window_size": (1.5, 0)}, RunError, "window_size=1.5"),
     (flash_attn_varlen_func, {"alibi_slopes": torch.ones(1, 1, 4)}, RunError, "alibi_slopes has shape"),
+    (flash_attn_varlen_func, {"alibi_slopes": torch.ones(KV_HEADS)}, RunError, r"alibi_slopes .* pass float32, \[4\]"),
+    (flash_attn_with_kvcache, {"alibi_slopes": torch.ones(2, HEADS)}, RunError, r"alibi_slopes .* or \[1, 4\]"),
     (flash_attn_varlen_func, {"k": data(2, 4, KV_HEADS, DIM)}, RunError, "k has shape"),
     (flash_attn_varlen_func, {"softcap": "a"}, RunError, "softcap="),
     (flash_attn_with_kvcache, {"cache_leftpad": torch.zeros(1).int()}, CapabilityError, "cache_leftpad is not"),
@@ -267,6 +274,15 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (flash_attn_with_kvcache, {"q": data(2, 1, HEADS, DIM)}, RunError, "q has 2 requests but k_cache 1"),
     (flash_attn_with_kvcache, {"q": data(1, HEADS, DIM)}, RunError, "q has shape"),
     (flash_attn_with_kvcache, {"k_cache": data(1, 8, KV_HEADS, DIM).requires_grad_()}, RunError, "k_cache requires"),
+    (flash_attn_with_kvcache, {"cache_seqlens": 2**31}, RunError, "cache_seqlens=2147483648"),
+    (flash_attn_with_kvcache, {"cache_seqlens": True}, RunError, "cache_seqlens=True is of type bool"),
+    (flash_attn_with_kvcache, NEW | {"k": data(1, 2, KV_HEADS, DIM)}, RunError, r"v has shape \(1, 1, 2, 32\): pass"),
+    (flash_attn_with_kvcache, NEW | {"v": data(1, KV_HEADS, DIM)}, RunError, "v has shape"),
+    (flash_attn_with_kvcache, NEW | {"v": data(1, 1, HEADS, DIM)}, RunError, "v has shape .* takes"),
+    (flash_attn_with_kvcache, NEW | {"k": data(1, 1, KV_HEADS, DIM).half()}, RunError, "k has .* dtype torch.float16"),
+    (flash_attn_with_kvcache, NEW | {"cache_seqlens": 8}, RunError, "cache_seqlens: 8 of request 0 lies outside"),
+    (flash_attn_with_kvcache, NEW | dict.fromkeys(TABLES, torch.ones(7, 4)), RunError, "rotary_cos .* 8 tokens"),
+    (flash_attn_with_kvcache, NEW | dict.fromkeys(TABLES, torch.ones(8, 17)), RunError, "rotary_cos .* at most 16"),
 ]  # fmt: skip
 
 
@@ -276,6 +292,32 @@ def test_wrong_arguments(function: Any, changed: dict[str, Any], error: type[Exc
     function(**good)
     with pytest.raises(error, match=says):
         function(**good | changed)
+
+
+def test_a_refused_call_writes_no_new_tokens() -> None:
+    given = cache_arguments(**NEW)
+    before = given["k_cache"].clone()
+    for wrong in ({"softcap": math.nan}, {"window_size": 7}, {"softmax_scale": math.inf}, {"q": data(1, 1, 3, DIM)}):
+        with pytest.raises(FlashpageError):
+            flash_attn_with_kvcache(**given | wrong)
+    assert torch.equal(given["k_cache"], before)
+
+
+@pytest.mark.parametrize("right", [2**30, 2**31 - 2, 2**31 - 1])
+def test_a_window_that_no_request_fills_is_none(right: int) -> None:
+    """Kernels add it to a row's position in 32 bits."""
+    given = varlen_arguments()
+    assert torch.equal(flash_attn_varlen_func(**given, window_size=(-1, right)), flash_attn_varlen_func(**given))
+
+
+def test_lengths_that_an_array_changes_are_planned_again() -> None:
+    array = numpy.array([0, 4], dtype=numpy.int32)
+    given = varlen_arguments(cu_seqlens_k=torch.from_numpy(array))
+    flash_attn_varlen_func(**given)
+    array[1] = 2
+    found = flash_attn_varlen_func(**given)
+    given["cu_seqlens_k"] = torch.tensor([0, 2], dtype=torch.int32)
+    assert torch.equal(found, flash_attn_varlen_func(**given))
 
 
 def test_lengths_are_copied_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

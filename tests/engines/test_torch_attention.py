@@ -250,9 +250,10 @@ def test_torchs_own_kernel_runs(name: str, own: Own, calls: list[str], kernels: 
     assert len(own.calls) == 2 and calls[-1:] == ["dense"]
 
 
-@pytest.mark.parametrize("window", [(-1, 3), (2, 2)])
-def test_windows_to_the_right_are_torchs(window: tuple[int, int], own: Own) -> None:
+@pytest.mark.parametrize("window", [(-1, 3), (2, 2), None])
+def test_windows_to_the_right_and_rows_of_no_request_are_torchs(window: tuple[int, int] | None, own: Own) -> None:
     q, k, v, cu_q, cu_k = ragged("cpu")
+    q, window = (q, window) if window else ([*q, q[0]], (-1, -1))
     varlen_attn(torch.cat(q), torch.cat(k), torch.cat(v), cu_q, cu_k, 17, 33, window_size=window, enable_gqa=True)
     assert len(own.calls) == 1 and own.calls[0][1]["window_size_right"] == window[1]
 

@@ -14,6 +14,8 @@ from hf_models import VOCABULARY, greedy, left_padded, make_model
 
 from flashpage import RunError, hf
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:

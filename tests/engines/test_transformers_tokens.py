@@ -18,6 +18,8 @@ from flashpage import hf
 from flashpage.engines.transformers import decode
 from flashpage.wrappers.base import Attention
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 NEW_TOKENS = 24
 LENGTHS = [13, 5, 21, 8]
 PAGED = [name for name in MODELS if name != "deepseek-v3"]  # deepseek-v3 caches latents

@@ -127,6 +127,12 @@ def test_engine_and_worker_in_processes_of_their_own(
     assert found["tokens"] == expected["llama"]
 
 
+def test_rotation_and_write_are_one_operator(folder: Path, models: dict[str, Path]) -> None:
+    needs(CPU)
+    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    call([str(SUPPORT / "vllm_rotation.py"), str(models["llama"])], given, folder)
+
+
 TREES_OR_MISSING = TREES or ["vllm-" + get_vllm.TREES[0]]
 
 

@@ -16,6 +16,8 @@ from vllm_blocks import FP8, K_SCALE, V_SCALE, BlockCase, Blocks
 from flashpage import RunError, native, vllm_ops
 from flashpage.engines.vllm import write as card_write
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 LONG = (1500, 0, 513, 512, 1, 1024)
 SPARSE = (1, 2, 8, 64, 2)
 CASES = [

@@ -19,6 +19,8 @@ from flashpage.engines.vllm.plugin.step import PagedRows, RaggedRows
 from flashpage.engines.vllm.plugin.versions import TESTED, warn_if_untested
 from flashpage.jit import loader
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 DECODE = ([1, 1, 1, 1], [5, 64, 130, 33])
 MIXED = ([1, 1, 7, 40], [50, 9, 7, 90])  # two decodes, a whole prompt, a later chunk of one
 VERIFY = ([3, 3, 2], [50, 9, 70])
@@ -71,6 +73,8 @@ def uses(planner: GroupPlanner) -> set[Use]:
         (([3, 2, 30], [50, 9, 70]), {"few_rows": 3, "has_exact_lengths": False, "graph_rows": 64}, None),
         (MIXED, {"split_tokens": 32}, {Use.ROWS}),
         (DECODE, {"split_tokens": 32}, {Use.DECODE}),
+        (([1, 0, 1], [17, 20, 9]), {"graph_requests": 8}, {Use.ROWS}),
+        (([0, 1, 1], [17, 20, 9]), {"has_exact_lengths": False}, {Use.FEW_ROWS}),
     ],
 )
 def test_each_way(lens: Any, sizes: dict[str, Any], expected: set[Use] | None, device: str) -> None:
@@ -158,6 +162,8 @@ def test_cross_attention(device: str) -> None:
     """Rows of a decoder see all tokens of an encoder; there may be fewer tokens than rows."""
     scene = Scene(Form(), [4, 1, 9], [60, 33, 17], device)
     planner = scene.planner()
+    step = planner.plan(scene.common(causal=False))
+    assert step.causal is False and planner.plan(scene.common()).causal is True
     step = planner.plan(scene.common(causal=False))
     close(run(step, planner.plans.layers[0], scene.tensors()), scene.expected(causal=False))
 

@@ -26,6 +26,8 @@ from flashpage.plan import mixed_batch
 from flashpage.plan.buffers import PlanBuffer
 from flashpage.plan.report.mixed import PartedPlan
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 HOPPER = torch.device("cuda:0")
 OPTIONS = Options(
     kv_source="paged",

@@ -14,6 +14,8 @@ import pytest
 from flashpage import jit
 from flashpage.jit import compilers
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 SMALL = ("--small", "--device", "cpu", "--libraries", "flashpage", "--repeats", "1")
 PROGRAMS = [  # program and arguments, and a line that it prints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -229,7 +230,10 @@ def shown(name: str) -> str:
     return MODULES[name].relative_to(ROOT).as_posix()
 
 
-GRAPH = {name: imported(name) for name in MODULES}
+@functools.cache
+def module_graph() -> dict[str, set[str]]:
+    """The modules that each module imports."""
+    return {name: imported(name) for name in MODULES}
 
 
 def test_every_room_is_known() -> None:
@@ -239,7 +243,7 @@ def test_every_room_is_known() -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if room_of(name)], ids=lambda name: shown(name))
 def test_modules_import_downwards(name: str) -> None:
-    for other in sorted(GRAPH[name]):
+    for other in sorted(module_graph()[name]):
         if not room_of(other):
             assert name in IMPORTS_FRONT_DOORS, f"{shown(name)} imports {shown(other)}: import what it re-exports"
             continue
@@ -248,7 +252,7 @@ def test_modules_import_downwards(name: str) -> None:
 
 
 def test_modules_import_in_no_circle() -> None:
-    circle = find_circle({name: others for name, others in GRAPH.items() if room_of(name)})
+    circle = find_circle({name: others for name, others in module_graph().items() if room_of(name)})
     assert not circle, " imports ".join(shown(name) for name in circle)
 
 
@@ -287,7 +291,7 @@ def test_imports_are_written_as_imports() -> None:
 
 def test_exceptions_are_still_needed() -> None:
     for name in IMPORTS_FRONT_DOORS:
-        assert any(not room_of(other) for other in GRAPH[name]), (
+        assert any(not room_of(other) for other in module_graph()[name]), (
             f"{name} imports no front door: remove it from the list"
         )
 
@@ -310,7 +314,7 @@ def test_the_root_holds_front_doors(path: Path) -> None:
 def reachable(name: str) -> set[str]:
     found, left = set(), [name]
     while left:
-        for other in GRAPH[left.pop()] - found:
+        for other in module_graph()[left.pop()] - found:
             found.add(other)
             left.append(other)
     return found
@@ -320,7 +324,7 @@ def test_a_kernels_identity_needs_no_library() -> None:
     """Builds name kernels without the host library, and compile from a spec alone."""
     assert not [name for name in reachable("flashpage.kernels.spec") if room_of(name) == "native"]
     choosing = {"flashpage.kernels.options", "flashpage.kernels.choose"}
-    for name, others in GRAPH.items():
+    for name, others in module_graph().items():
         assert room_of(name) != "jit" or not choosing & others, f"{shown(name)} imports {choosing & others}"
 
 
@@ -331,7 +335,7 @@ def test_a_kernel_is_named_in_its_home_alone() -> None:
     homes = {f"flashpage.kernels.{kernel.name}" for kernel in ATTENTION}
     assert homes <= set(MODULES)
     for name, path in MODULES.items():
-        imports = set() if room_of(name) == "kernels" else homes & GRAPH[name]
+        imports = set() if room_of(name) == "kernels" else homes & module_graph()[name]
         assert not imports, f"{shown(name)} imports {imports}: a field of AttentionKernel?"
         if name not in homes:
             named = {kernel.name for kernel in ATTENTION} & set(strings(path))
@@ -344,8 +348,8 @@ def test_only_flashinfers_classes_are_adapters() -> None:
     names = ("adapter", "prefill_base", "paged_decode", "paged_prefill", "ragged_prefill", "sinks", "latent")
     adapters = {wrappers + name for name in names}
     access = {name for name in MODULES if name.startswith(wrappers + "engine_access")}
-    for name in GRAPH.keys() - adapters - access:
-        used = GRAPH[name] & (adapters | access)
+    for name in module_graph().keys() - adapters - access:
+        used = module_graph()[name] & (adapters | access)
         assert not room_of(name) or not used, f"{shown(name)} imports {used}: use Attention of wrappers/base.py"
 
 

@@ -24,6 +24,8 @@ import programs
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 ROOT = Path(__file__).resolve().parents[2]
 BY_HAND = ("docs/results.md", "docs/history.md", "docs/tried.md")  # commands of their time and machine
 ELSEWHERE = {"needs a card", "needs an engine", "in a checkout"}

@@ -49,7 +49,7 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _folder_of(*words: str) -> Path:
+def folder_of(*words: str) -> Path:
     """The folder of the build with these words and the present sources."""
     key = hashlib.sha256("\0".join((_sources(), *words)).encode()).hexdigest()[:16]
     share_builds()
@@ -79,7 +79,7 @@ def _prelude(source: str, compiler: tuple[str, ...]) -> Path:
     """A header of what tests/native/<source> includes, precompiled: a fifth of a build is reading headers."""
     lines = (ROOT / "tests" / "native" / source).read_text().splitlines(keepends=True)
     text = "".join(line for line in lines if line.startswith('#include "'))
-    header = _folder_of(text, *compiler) / "prelude.h"
+    header = folder_of(text, *compiler) / "prelude.h"
     if not header.exists():
         partial = header.with_name(f"partial-{os.getpid()}.h")
         partial.write_text(text)
@@ -90,7 +90,7 @@ def _prelude(source: str, compiler: tuple[str, ...]) -> Path:
 
 def _built(name: str, command: list[str], folder: Path | None = None) -> Path:
     """The file that the command writes after -o, built by one process while others wait for it."""
-    built = (folder or _folder_of(name, *command)) / name
+    built = (folder or folder_of(name, *command)) / name
     with open(built.with_name("lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
@@ -104,7 +104,7 @@ def _built(name: str, command: list[str], folder: Path | None = None) -> Path:
 def variant_flags(spec: VariantSpec) -> tuple[str, ...]:
     """A build for sources that include VARIANT, the rendered struct."""
     struct = render(spec)
-    path = _folder_of(struct) / "variant.h"
+    path = folder_of(struct) / "variant.h"
     if not path.exists():
         partial = path.with_name(f"partial-{os.getpid()}.h")
         partial.write_text(struct)

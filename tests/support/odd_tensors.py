@@ -34,6 +34,14 @@ def shrunk(tensor: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def cut(tensor: torch.Tensor) -> torch.Tensor:
+    """A view at an offset, in a storage that lost its end and is larger than the view."""
+    whole = torch.cat([tensor.flatten()] * 2)
+    view = whole[tensor.numel() :].view(tensor.shape)
+    whole.untyped_storage().resize_(view.nbytes + view.nbytes // 2)
+    return view
+
+
 class Wrapped(torch.Tensor):
     """A subclass without memory of its own, like DTensor."""
 
@@ -49,6 +57,7 @@ class Wrapped(torch.Tensor):
 ODD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "freed": (freed, "storage was resized to 0"),
     "shrunk": (shrunk, "storage was resized to 4"),
+    "cut": (cut, r"storage was resized to \d+"),
     "negative": (torch._neg_view, r"resolve_neg\(\)"),
     "imaginary": (lambda t: torch.complex(t, t).conj().imag[...], r"strides|resolve_neg\(\)"),
     "grad": (lambda t: t.clone().requires_grad_(), "no_grad"),

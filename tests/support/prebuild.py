@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from cases.case import Case
 from harness import Runner, contexts_of_plans
 from inputs import make_inputs
+from native_build import folder_of
+
+OFTEN = 6  # plans of the table
 
 
 class _Planned(Exception):
@@ -19,7 +27,7 @@ class _Planned(Exception):
 
 
 @contextlib.contextmanager
-def _recording(specs: dict[Any, None]) -> Iterator[None]:
+def _recording(specs: Counter[Any]) -> Iterator[None]:
     """Plans request kernels as usual; they record the spec here and get no kernel."""
     from flashpage import jit
     from flashpage.kernels import ATTENTION
@@ -27,7 +35,7 @@ def _recording(specs: dict[Any, None]) -> Iterator[None]:
     last_requested = {"merge", *(kernel.name for kernel in ATTENTION if kernel.merges_in_launch)}
 
     def record(spec: Any, device: Any = None) -> Any:
-        specs[spec] = None
+        specs[spec] += 1
         if spec.backend == "cpu" or spec.kernel in last_requested:
             raise _Planned
         return SimpleNamespace(info=SimpleNamespace(num_sms=1, ctas_per_sm=1))
@@ -39,12 +47,13 @@ def _recording(specs: dict[Any, None]) -> Iterator[None]:
         jit.get_kernel = original
 
 
-def specs_of(cases: Iterable[Case], device: str) -> list[Any]:
-    """Specs of all kernels for the cases' plans and runs."""
+def specs_of(cases: Iterable[Case], device: str) -> Counter[Any]:
+    """Specs of all kernels for the cases' plans and runs, with how many plans request each."""
     import flashpage
 
-    specs: dict[Any, None] = {}
-    with _recording(specs):
+    specs: Counter[Any] = Counter()
+    no_values = mock.patch.object(torch, "randn", lambda *shape, generator: torch.empty(*shape))
+    with _recording(specs), no_values:
         for case in cases:
             # A case `at_run` plans with other values first, and then with its own.
             for variation in {case, dataclasses.replace(case, at_run=False)}:
@@ -53,13 +62,30 @@ def specs_of(cases: Iterable[Case], device: str) -> list[Any]:
                     with contextlib.suppress(_Planned), contexts_of_plans(may_be_few=may_be_few):
                         Runner(inputs, device, flashpage).run()
                         raise AssertionError(f"{case} planned without requesting a kernel")
-    return list(specs)
+    return specs
+
+
+@contextlib.contextmanager
+def quick_builds() -> Iterator[None]:
+    """Kernels of the CPU compile at -O1, here and in processes that start now, into a folder that only tests read. A
+    given FLASHPAGE_CXX stays."""
+    script = Path(__file__).with_name("quick_cxx")
+    ours = {"FLASHPAGE_CXX": shlex.quote(str(script)), "FLASHPAGE_CACHE_DIR": str(folder_of("quick kernels"))}
+    with mock.patch.dict(os.environ, {} if os.environ.get("FLASHPAGE_CXX") else ours):
+        yield
 
 
 def prebuild(cases: Iterable[Case], device: str) -> int:
-    """Builds kernels that are missing; returns how many kernels the cases need."""
+    """Builds kernels that are missing; returns how many kernels the cases need.
+
+    A kernel of the CPU that few plans request is built quickly: half of the table's time was compilers. The frequent
+    ones, and those of test_cpu_kernel.py, which cover each path through the template, are built as users' are.
+    """
     from flashpage import jit
 
     specs = specs_of(cases, device)
+    rare = [spec for spec, plans in specs.items() if device == "cpu" and plans < OFTEN]
+    with quick_builds():
+        jit.prebuild(rare)
     jit.prebuild(specs, None if device == "cpu" else torch.device(device))
     return len(specs)

@@ -109,7 +109,23 @@ STRIDED = torch.randn(TOKENS, HEADS, 2, generator=_generator).permute(1, 2, 0)[:
 FOUR = torch.randn(BATCH, HEADS, 4, 5, generator=_generator)
 SMALL_HALVES = (torch.randn(TOKENS, generator=_generator) * 1e-5).half()  # fp16 subnormals are among them
 HUGE_HALVES = torch.tensor([float("inf"), -float("inf"), 65504.0, -0.0] * (TOKENS // 4)).half()
+PERIODS, LEAST = torch.tensor([0, 3, -1], dtype=torch.int32), torch.full((BATCH,), -(2**31), dtype=torch.int32)
 ZERO_DIM, ZERO_DIM_COUNT = torch.tensor(1.75), torch.tensor(3)
+
+
+def _divided(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Divides integers, also by 0 and -2^31 by -1 where the result is not used."""
+    period, least = PERIODS[b], LEAST[b] + kv_idx * 0
+    by_request = q_idx // period + q_idx % period + LEAST[b] // period + LEAST[b] % period
+    by_token = kv_idx // period + kv_idx % period + least // period + least % period
+    return torch.where(period > 0, score + (by_request + by_token), score)
+
+
+def _divided_where_used(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    period, least = PERIODS.clamp(min=1)[b], LEAST[b]
+    sums = [x // period + x % period for x in (q_idx, kv_idx, least, least)]
+    return torch.where(PERIODS[b] > 0, score + sum(sums), score)
+
 
 DOCUMENTED = [
     Example("tensor_bias", tensor_bias),
@@ -131,6 +147,7 @@ OPERATIONS = [
     Example("div", lambda s, b, h, q, k: s / 7 + k / 3 + 1 / (k + 1) + k / (s * s + 1.0)),
     Example("floor_div_int", lambda s, b, h, q, k: s + (k - q) // 5 + (q - k) // -3 + 7 // (k + 1)),
     Example("mod_int", lambda s, b, h, q, k: s + (k - q) % 5 + (q - k) % -3 + 100 % (k + 1)),
+    Example("division_by_zero", _divided, elementwise=_divided_where_used),
     Example("floor_div_mod_float", lambda s, b, h, q, k: s // 3.0 + s % 3.0 - (-s) % 2.5, tolerance=1e-5),
     Example(
         "powers",

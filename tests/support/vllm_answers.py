@@ -85,7 +85,10 @@ def config(mode: str = "NONE", drafts: int = 0, **changes: Any) -> SimpleNamespa
     drafting = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
     return SimpleNamespace(
         compilation_config=SimpleNamespace(
-            cudagraph_mode=CUDAGraphMode[mode], max_cudagraph_capture_size=64, static_forward_context={}
+            cudagraph_mode=CUDAGraphMode[mode],
+            max_cudagraph_capture_size=64,
+            static_forward_context={},
+            inductor_compile_config={},
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=512),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
@@ -131,6 +134,22 @@ def check_builder() -> None:
             close(run(step, scene.form.layer(), scene.tensors()), scene.expected())
 
 
+def check_ranks() -> None:
+    """With context parallelism only uniform batches are captured, of drafts too."""
+    for drafts in (0, 2):
+        given = config("FULL", drafts)
+        given.parallel_config.decode_context_parallel_size = 2
+        scene = Scene(Form(), [1, 1], [5, 9], "cpu")
+        builder = builder_of(scene, given)
+        assert builder.get_cudagraph_support(given, None) is AttentionCGSupport.UNIFORM_BATCH
+        assert builder.reorder_batch_threshold == 1 + drafts
+        sizes = builder._planner.sizes
+        assert (sizes.captures_all, sizes.graph_requests, sizes.graph_rows) == (
+            False,
+            *((0, 64) if drafts else (64, 0)),
+        )
+
+
 def check_another_block_table() -> None:
     """A group whose pages lie elsewhere takes the step of the first group."""
     first, second = (Scene(Form(), [1, 7, 2], [50, 7, 90], "cpu", seed) for seed in (0, 1))
@@ -153,4 +172,5 @@ if __name__ == "__main__":
     check_collectives()
     check_answers()
     check_builder()
+    check_ranks()
     check_another_block_table()

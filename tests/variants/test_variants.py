@@ -279,6 +279,17 @@ def test_variants_compute_what_torch_does(exact: CompiledVariants, number: int, 
     torch.testing.assert_close(logits, by_torch(score, *index.unbind(1)), rtol=3e-6, atol=3e-6)
 
 
+def test_text_divides_lanes_by_0(tmp_path: Path) -> None:
+    """The CPU calls both functions with lanes of kv_idx; C++'s own division of two ints ends the process on x86."""
+    text = "select(periods[b] == 0, score, score + kv_idx / periods[b] + kv_idx % periods[b])"
+    variant = Variant(logit=text, tensors={"periods": torch.tensor([0, 3])}).traced()
+    index = torch.tensor([[token // 16, 0, 0, token % 16] for token in range(32)], dtype=torch.int32)
+    score = torch.randn(32)
+    logits, _ = CompiledVariants([variant.spec], tmp_path).evaluate(0, variant, score, index, True)
+    token = torch.arange(16)
+    torch.testing.assert_close(logits, score + torch.cat([token * 0, token // 3 + token % 3]))
+
+
 def test_tanh_is_accurate_everywhere(tmp_path: Path) -> None:
     score = torch.cat([torch.logspace(-30, 1.2, 4000), -torch.logspace(-3, 1.2, 4000), torch.linspace(7.9, 8.1, 192)])
     index = torch.zeros(len(score), 4, dtype=torch.int32)

@@ -7,8 +7,11 @@ from typing import NamedTuple
 import torch
 
 from ...base import checks
-from ...base.errors import RunError
-from ...wrappers import operators
+from ...base.errors import RunError, named
+from ...wrappers.append import append_paged_kv_cache
+
+_NAMES = {"append_key": "k", "append_value": "v", "paged_kv_cache": "k_cache and v_cache", "positions": "cache_seqlens"}
+_NAMES |= {"paged_kv_cache[0]": "k_cache", "paged_kv_cache[1]": "v_cache", "kv_indices": "block_table"}
 
 
 class Rotation(NamedTuple):
@@ -28,6 +31,15 @@ class Rotation(NamedTuple):
             if checks.tensor(tensor, name, RunError).dim() != 2 or tensor.shape != cos.shape:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [positions, rotary_dim / 2].")
         return Rotation(cos, sin, checks.flag("rotary_interleaved", interleaved, RunError))
+
+    def check(self, head_dim: int, tokens: int) -> None:
+        """Checks the tables for heads and for a request's most tokens; a card could not report a missing row."""
+        rows, half = self.cos.shape
+        if rows < tokens or 2 * half > head_dim:
+            raise RunError(
+                f"rotary_cos has shape {(rows, half)} but the cache has {tokens} tokens a request and heads of "
+                f"{head_dim}. Pass a row for each token, and at most {head_dim // 2} columns."
+            )
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`x` [batch, rows, heads, dim] rotated in fp32; positions: [batch, rows or 1]."""
@@ -52,10 +64,13 @@ def append(
 ) -> None:
     """Writes k and v, [batch, rows, heads, dim], to the pages of `tables` at `positions` [batch, rows]."""
     batch, rows = positions.shape
+    for name, new in (("k", k), ("v", v)):
+        if new.shape[:2] != (batch, rows):
+            raise RunError(f"{name} has shape {tuple(new.shape)}: pass [{batch}, {rows}, kv_heads, head_dim].")
     requests = torch.arange(batch, dtype=torch.int32, device=k.device)
-    operators.call(
-        "append_paged_kv_cache",
-        *(k.flatten(0, 1), v.flatten(0, 1), requests.repeat_interleave(rows), positions.flatten().int()),
-        *(tables.flatten(), torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tables.shape[1]),
-        *(list(cache), "NHD"),
-    )
+    begins = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tables.shape[1]
+    with named(_NAMES):
+        append_paged_kv_cache(
+            *(k.flatten(0, 1), v.flatten(0, 1), requests.repeat_interleave(rows), positions.flatten().int(), cache),
+            *(tables.flatten(), begins, requests),
+        )

@@ -72,7 +72,9 @@ def flash_attn_varlen_func(
     refuse_training(dropout_p, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return_attn_probs = checks.flag("return_attn_probs", return_attn_probs, RunError)
     _check_rows(q, "q", 3, "[total_q, heads, head_dim]")
-    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes).arguments(has_one_row=False)
+    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes).arguments(
+        cu_seqlens_q.numel() - 1, q.shape[1], has_one_row=False
+    )
     _check_rows(k, "k", 3 if block_table is None else 4, "[total_k, kv_heads, head_dim], pages with block_table")
     _check_rows(v, "v", k.dim(), "the dimensions of k")
     sizes = _sizes(q, k, v, scores)
@@ -145,10 +147,15 @@ def flash_attn_with_kvcache(
     tables = _tables(k_cache, block_table, cache_batch_idx, batch)
     seq_lens = _seq_lens(cache_seqlens, batch, k_cache, block_table)
     options = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    with named(_OF_CACHE):  # before the new tokens are written
+        plan, begins = _plan(q, (k_cache, v_cache), options, num_splits)
     rotation = Rotation.of(rotary_cos, rotary_sin, rotary_interleaved)
     if k is not None and v is not None:
+        _check_rows(k, "k", 4, "[batch, new, kv_heads, head_dim]")
+        _check_rows(v, "v", 4, "[batch, new, kv_heads, head_dim]")
         positions = seq_lens.unsqueeze(1) + torch.arange(k.shape[1], dtype=torch.int32, device=q.device)
         if rotation is not None:
+            rotation.check(q.shape[3], k_cache.shape[1] * tables.shape[1])
             is_local = causal or tuple(window_size) != (-1, -1)
             first = seq_lens.unsqueeze(1)
             own = first + torch.arange(rows, dtype=torch.int32, device=q.device) if is_local else first
@@ -158,8 +165,7 @@ def flash_attn_with_kvcache(
     elif k is not None or v is not None or rotation is not None:
         raise RunError("k and v belong together, and rotary_cos needs them: pass both of them, or none.")
     with named(_OF_CACHE):
-        plan, lengths = _plan(q, (k_cache, v_cache), options, Tables(seq_lens, tables), num_splits)
-        attention = plan.on_device(lengths)
+        attention = plan.on_device(Tables(seq_lens, tables, begins, 0 if begins is None else batch * rows))
         values = plan.values._replace(sm_scale=softmax_scale)
         run = attention.run_of("basee")
         result = run(q.flatten(0, 1), (k_cache, v_cache), None, None, return_softmax_lse, values, NO_SCALES)
@@ -170,20 +176,19 @@ def flash_attn_with_kvcache(
 
 
 def _plan(
-    q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], options: Scores, tables: Tables, num_splits: int
-) -> tuple[FunctionPlan, Tables]:
-    """The plan for equally many rows of each request, and its lengths."""
+    q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], options: Scores, num_splits: int
+) -> tuple[FunctionPlan, torch.Tensor | None]:
+    """The plan for equally many rows of each request, and where they begin, unless the plan's options say it."""
     batch, rows = q.shape[:2]
-    scores = options.arguments(has_one_row=rows == 1)
+    scores = options.arguments(batch, q.shape[2], has_one_row=rows == 1)
     is_causal = scores.pop("causal", True)
     sizes = _sizes(q, *cache, scores) | {"page_size": cache[0].shape[1], "disable_split_kv": num_splits == 1}
     if is_causal and q.shape[3] == cache[1].shape[3]:
         sizes["head_dim"] = sizes.pop("head_dim_qk")
         del sizes["head_dim_vo"]
-        return plan_of(q.device, "NHD", DecodeArguments(q_len_per_req=rows, **sizes)), tables
+        return plan_of(q.device, "NHD", DecodeArguments(q_len_per_req=rows, **sizes)), None
     begins = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
-    plan = plan_of(q.device, "NHD", PrefillArguments("paged", causal=is_causal, **sizes))
-    return plan, tables._replace(q_indptr=begins, max_rows=batch * rows)
+    return plan_of(q.device, "NHD", PrefillArguments("paged", causal=is_causal, **sizes)), begins
 
 
 def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +225,7 @@ def _seq_lens(given: Any, batch: int, k_cache: torch.Tensor, block_table: Any) -
     """Tokens of each request in the cache."""
     if given is None:
         given = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    if isinstance(given, int):
+    if not isinstance(given, torch.Tensor):
+        given = checks.whole("cache_seqlens", given, 0, error=RunError)
         return torch.full((batch,), given, dtype=torch.int32, device=k_cache.device)
     return checks.tensor(given, "cache_seqlens", RunError).contiguous()

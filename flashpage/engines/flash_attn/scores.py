@@ -9,6 +9,7 @@ import torch
 
 from ...base import checks
 from ...base.errors import CapabilityError, RunError
+from ...kernels.options import check_window
 from ...variants.variant import Variant
 
 _MOST_VARIANTS = 32
@@ -24,8 +25,10 @@ class Scores(NamedTuple):
     softcap: float
     alibi_slopes: torch.Tensor | None
 
-    def arguments(self, *, has_one_row: bool) -> dict[str, Any]:
+    def arguments(self, batch: int, heads: int, *, has_one_row: bool) -> dict[str, Any]:
         """Keywords of a plan without sm_scale; `has_one_row`: each request has one row, which sees no later tokens."""
+        if self.alibi_slopes is not None:
+            _check_slopes(self.alibi_slopes, batch, heads)
         left, right = _window(self.window_size)
         causal = checks.flag("causal", self.causal, RunError) or right == 0
         later = -1 if causal or has_one_row else right
@@ -44,9 +47,8 @@ def _window(window_size: Any) -> tuple[int, int]:
         left, right = window_size
     except (TypeError, ValueError):
         raise RunError(f"window_size={checks.shown(window_size)}: pass (left, right), -1 for no limit.") from None
-    bounds = (checks.whole("window_size", side, -(2**31), error=RunError) for side in (left, right))
-    left, right = (bound if bound >= 0 else -1 for bound in bounds)
-    return left, right
+    left, right = (checks.whole("window_size", side, -(2**31), error=RunError) for side in (left, right))
+    return check_window(left), check_window(right)
 
 
 def _variant(slopes: torch.Tensor | None, later: int) -> Variant | None:
@@ -63,14 +65,18 @@ def _variant(slopes: torch.Tensor | None, later: int) -> Variant | None:
     return found
 
 
+def _check_slopes(slopes: Any, batch: int, heads: int) -> None:
+    shape = checks.tensor(slopes, "alibi_slopes", RunError).shape
+    if shape not in ((heads,), (batch, heads)) or slopes.dtype != torch.float32:
+        raise RunError(
+            f"alibi_slopes has shape {tuple(shape)} and dtype {slopes.dtype}: "
+            f"pass float32, [{heads}] or [{batch}, {heads}], heads or batch and heads."
+        )
+
+
 def _logit(slopes: torch.Tensor | None) -> dict[str, Any]:
     if slopes is None:
         return {}
-    if checks.tensor(slopes, "alibi_slopes", RunError).dim() not in (1, 2) or slopes.dtype != torch.float32:
-        raise RunError(
-            f"alibi_slopes has shape {tuple(slopes.shape)} and dtype {slopes.dtype}: "
-            "pass float32, [heads] or [batch, heads]."
-        )
     slope = "slopes[h]" if slopes.dim() == 1 else "slopes[b, h]"
     return {"logit": f"score - {slope} * abs(kv_idx - q_idx)", "tensors": {"slopes": slopes}}
 

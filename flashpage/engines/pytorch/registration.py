@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...base.errors import CapabilityError
+from ...base.errors import CapabilityError, PlanError, RunError
 from . import forward
 from .forward import Options, Varlen
 
@@ -61,14 +61,14 @@ def _kernel_before(operator: str, dispatch_key: str) -> Any:
 
 
 def _with_own(implementation: Callable[..., Any], own: Any) -> Callable[..., Any]:
-    """The implementation, or torch's own kernel for what it lacks."""
+    """The implementation, or torch's own kernel for what it lacks or refuses, such as rows of no request."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         is_within_own = getattr(_local, "is_within_own", False)
         try:
             if own is None or not is_within_own:
                 return implementation(*args, **kwargs)
-        except CapabilityError:
+        except (CapabilityError, PlanError, RunError):
             if own is None:
                 raise
         _local.is_within_own = True

@@ -39,16 +39,16 @@ def write(
     caches = key_cache.shape, key_cache.stride(), key_cache.dtype, value_cache.shape, value_cache.stride()
     places = value.device, key_cache.device, value_cache.device
     form = layout, kv_cache_dtype, rows, caches, value_cache.dtype, places
-    bound: dict[Any, _Write] = _local.__dict__.setdefault("write", {})
+    bound: dict[Any, Write] = _local.__dict__.setdefault("write", {})
     call = bound.get(form)
     if call is None:
         if len(bound) >= _MOST_BOUND:
             bound.clear()
-        call = bound[form] = _Write(layout, key, value, key_cache, value_cache, kv_cache_dtype)
+        call = bound[form] = Write(layout, key, value, key_cache, value_cache, kv_cache_dtype)
     call.run((key, value), (key_cache, value_cache), slot_mapping, (k_scale, v_scale))
 
 
-class _Write:
+class Write:
     """Kernel and parameters for tensors of one form."""
 
     def __init__(
@@ -76,7 +76,7 @@ class _Write:
         self.has_scales = kv_cache_dtype != "auto"
         types = (DType.of(key.dtype), DType.of(dtype)) if self.has_scales else (helpers.COPIED[dtype.itemsize],) * 2
         self._spec = blocks.write_spec(*types, layout)
-        self._pdl = int(devices.of(device).has_pdl)
+        self.has_pdl = int(devices.of(device).has_pdl)
         self.params = native.BlockWriteParams(
             key_row_stride=key.stride(0),
             key_head_stride=key.stride(1),
@@ -107,21 +107,32 @@ class _Write:
         slot_mapping: torch.Tensor,
         scales: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        sizes, params = self.sizes, self.params
-        slots = cache_layout.checked_slots(slot_mapping, rows, sizes, self.value_size).contiguous()
+        slots = self.fill(rows, caches, slot_mapping, scales)
         count = len(slots)
         if count == 0:
             return
+        grid = min(-(-count // _TOKENS_A_CTA) * self.sizes.num_kv_heads, helpers.MOST_CTAS)
+        launch, stream = native.load().fp_launch, current_stream(self.device.index)
+        native.check(launch(self._kernel.handle, self._address, grid, stream, self.has_pdl))
+
+    def fill(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        caches: tuple[torch.Tensor, torch.Tensor],
+        slot_mapping: torch.Tensor,
+        scales: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Sets the parameters to these tensors; returns the slots, which must live until the launch."""
+        params = self.params
+        slots = cache_layout.checked_slots(slot_mapping, rows, self.sizes, self.value_size).contiguous()
         if self.has_scales:
             k_scale, v_scale = map(cache_layout.scale_on, (self.device,) * 2, scales, ("k_scale", "v_scale"))
             params.k_scale, params.v_scale = k_scale.data_ptr(), v_scale.data_ptr()
         params.key, params.value = rows[0].data_ptr(), rows[1].data_ptr()
         params.k, params.v = caches[0].data_ptr(), caches[1].data_ptr()
         params.slots, params.slots_are_int64 = slots.data_ptr(), slots.dtype == torch.int64
-        params.num_tokens = count
-        grid = min(-(-count // _TOKENS_A_CTA) * sizes.num_kv_heads, helpers.MOST_CTAS)
-        launch, stream = native.load().fp_launch, current_stream(self.device.index)
-        native.check(launch(self._kernel.handle, self._address, grid, stream, self._pdl))
+        params.num_tokens = len(slots)
+        return slots
 
 
 def _check_places(key_cache: torch.Tensor, value_cache: torch.Tensor, block_size: int) -> None:

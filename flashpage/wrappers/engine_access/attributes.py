@@ -122,6 +122,9 @@ class EngineState(Unique):
     def _check_planned(self) -> None:
         """Checks a plan through `_cached_module` for what `plan` would have checked after the planner."""
 
+    def _copy_items(self) -> None:
+        """Copies the arrays of multi-item scoring to where captured launches read them."""
+
     # ---------------------------------------------------------------- workspaces
 
     @property

@@ -231,6 +231,7 @@ class LatentPlanModule:
             num_q_heads=checks.whole("num_heads", num_heads, 1),
             head_dim_qk=ckv + tail,
             head_dim_vo=ckv,
+            page_size=checks.whole("_page_size", written.values.get("_page_size", planned.page_size), 1),
             causal=checks.flag("causal", causal),
         )
         options = wrapper._attention.options if options == planned else options
@@ -256,13 +257,11 @@ def _plan(
         raise PlanError(f"total_num_rows={room} but qo_indptr ends at {rows}: pass at least that.")
     options = _options_of(wrapper, written, batch, given)
     pages = Pages(written.indices, written.block_tables)
-    wrapper._attention.plan(lengths, pages, options, wrapper._now, KEEP_MASK)
-    try:
+    with planner.published_after():
+        wrapper._attention.plan(lengths, pages, options, wrapper._now, KEEP_MASK)
         wrapper._check_planned()
         written.check(wrapper)
-    except PlanError:
-        planner.is_planned = False
-        raise
+    wrapper._copy_items()
     return PlanInfo.of(planner)
 
 

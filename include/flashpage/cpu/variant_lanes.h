@@ -57,6 +57,12 @@ struct PromotedLanes<true> {
 template <class... T>
 using promoted_lanes = typename PromotedLanes<(is_float_like<T> || ...)>::type;
 
+inline IntLanes safe_divisor(IntLanes x, IntLanes y) {
+  const IntLanes ends_the_process = (y == 0) | ((y == -1) & (x == static_cast<i32>(0x80000000u)));
+  return ends_the_process ? IntLanes{} + 1 : y;
+}
+inline FloatLanes safe_divisor(FloatLanes, FloatLanes y) { return y; }
+
 #define FP_LANES_OPERATOR(op, ...)           \
   template <class A, class B>                \
     requires SomeLanes<A, B>                 \
@@ -67,14 +73,24 @@ using promoted_lanes = typename PromotedLanes<(is_float_like<T> || ...)>::type;
 FP_LANES_OPERATOR(+, promoted_lanes<A, B>)
 FP_LANES_OPERATOR(-, promoted_lanes<A, B>)
 FP_LANES_OPERATOR(*, promoted_lanes<A, B>)
-FP_LANES_OPERATOR(/, promoted_lanes<A, B>)
-FP_LANES_OPERATOR(%, Ints)
 FP_LANES_OPERATOR(&, Ints)
 FP_LANES_OPERATOR(|, Ints)
 FP_LANES_OPERATOR(^, Ints)
 FP_LANES_OPERATOR(<<, Ints)
 FP_LANES_OPERATOR(>>, Ints)
 #undef FP_LANES_OPERATOR
+
+#define FP_LANES_DIVISION(op, ...)             \
+  template <class A, class B>                  \
+    requires SomeLanes<A, B>                   \
+  inline __VA_ARGS__ operator op(A a, B b) {   \
+    using T = promoted_lanes<A, B>;            \
+    const auto x = T(a).lanes, y = T(b).lanes; \
+    return x op safe_divisor(x, y);            \
+  }
+FP_LANES_DIVISION(/, promoted_lanes<A, B>)
+FP_LANES_DIVISION(%, Ints)
+#undef FP_LANES_DIVISION
 
 #define FP_LANES_COMPARISON(op, function, first, second)   \
   template <class A, class B>                              \
@@ -215,7 +231,7 @@ inline auto floor_div(A a, B b) {
   if constexpr (is_float_like<A> || is_float_like<B>) {
     return floor(div(a, b));
   } else {
-    const IntLanes x = Ints(a).lanes, y = Ints(b).lanes, quotient = x / y;
+    const IntLanes x = Ints(a).lanes, y = Ints(b).lanes, quotient = x / safe_divisor(x, y);
     const MaskLanes inexact = cpu::not_equal(x, quotient * y), opposite = cpu::less(x ^ y, IntLanes{});
     return Ints(cpu::blend(inexact & opposite, quotient - 1, quotient));
   }

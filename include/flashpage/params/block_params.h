@@ -74,4 +74,18 @@ struct BlockWriteParams {
   FastDiv block_size;
 };
 
+// RoPE of queries and keys in place, and reshape_and_cache_flash of the rotated keys and of the values.
+struct RotateWriteParams {
+  BlockWriteParams write;  // its tokens are the first ones of num_rows
+  void* query;             // [num_rows, num_q_heads, key_dim]
+  i64 query_row_stride, query_head_stride;
+  const i64* positions;  // [num_rows]
+  const void* cos_sin;   // [positions, rotary_dim], of query's type or fp32: cosines of all pairs, then sines
+  i64 cos_sin_stride;
+  i32 num_rows, num_q_heads;
+  i32 rotary_dim;  // the first so many elements of a row are rotated
+  i32 is_neox;     // pair i is (i, i + rotary_dim / 2), else (2 i, 2 i + 1)
+  i32 cos_sin_is_float;
+};
+
 }  // namespace flashpage

@@ -149,13 +149,22 @@ FP_HOST_DEVICE float div(X x, Y y) {
   return to_float(x) / to_float(y);
 }
 
+// The divisor of an integer division. On x86, division by 0 and of -2^31 by -1 ends the process; the divisor is then 1,
+// so that the CPU gives some number, as the card does.
+FP_HOST_DEVICE i32 safe_divisor([[maybe_unused]] i32 x, i32 y) {
+#if !defined(__CUDA_ARCH__)
+  if (y == 0 || (y == -1 && x == static_cast<i32>(0x80000000u))) return 1;
+#endif
+  return y;
+}
+
 template <Scalar X, Scalar Y>
 FP_HOST_DEVICE auto floor_div(X x, Y y) {
   if constexpr (is_same<promoted<X, Y>, float>) {
     return floor(to_float(x) / to_float(y));
   } else {
-    i32 quotient = x / y;
-    return quotient - i32((x % y != 0) && ((x < 0) != (y < 0)));
+    const i32 divisor = safe_divisor(x, y), quotient = x / divisor;
+    return quotient - i32((x % divisor != 0) && ((x < 0) != (y < 0)));
   }
 }
 
@@ -164,7 +173,7 @@ FP_HOST_DEVICE auto mod(X x, Y y) {
   if constexpr (is_same<promoted<X, Y>, float>) {
     return to_float(x) - floor(to_float(x) / to_float(y)) * to_float(y);
   } else {
-    i32 remainder = x % y;
+    i32 remainder = x % safe_divisor(x, y);
     return remainder != 0 && ((remainder < 0) != (y < 0)) ? remainder + y : remainder;
   }
 }

@@ -29,6 +29,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline int __clz(unsigned bits) { return std::countl_zero(bits); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline int __float_as_int(float number) { return std::bit_cast<int>(number); }
 inline void __syncwarp() { card::meet(card::warps[threadIdx.x / 32].meeting); }

@@ -8,7 +8,7 @@ import torch
 from vllm import envs
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from . import cascade
+from . import cascade, fusion
 from .cache import element_type
 from .group_plans import GroupPlans, GroupSizes, Workspaces
 from .planner import GroupPlanner
@@ -27,7 +27,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -41,7 +41,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
-            return AttentionCGSupport.NEVER  # the host plans a part of each step
+            return AttentionCGSupport.UNIFORM_BATCH  # the host plans the own tokens of other steps
         return cls._cudagraph_support
 
     def _sizes(self) -> GroupSizes:
@@ -49,7 +49,8 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         scheduler, compilation, model = config.scheduler_config, config.compilation_config, config.model_config
         mode = compilation.cudagraph_mode
         captured = (compilation.max_cudagraph_capture_size or 0) if mode.has_full_cudagraphs() else 0
-        captures_all = captured > 0 and mode.mixed_mode().name == "FULL"
+        is_uniform = self.get_cudagraph_support(config, spec) is AttentionCGSupport.UNIFORM_BATCH
+        captures_all = captured > 0 and mode.mixed_mode().name == "FULL" and not is_uniform
         few_rows = self.reorder_batch_threshold or 1
         has_rows = few_rows > 1 or captures_all
         kv_dtype = element_type(impl.kv_cache_dtype, model.dtype)
@@ -67,6 +68,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
             captures_all=captures_all,
             has_exact_lengths=config.speculative_config is None,
             split_tokens=_SPLIT_TOKENS if envs.VLLM_BATCH_INVARIANT else 0,
+            has_rotation=fusion.is_chosen(config),
         )
 
     # ---------------------------------------------------------------- plans

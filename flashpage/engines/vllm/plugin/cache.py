@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import cache_layout, operators
+from .. import cache_layout, operators, rotate
 
 
 def halves(kv_cache: torch.Tensor, head_dim: int, kv_cache_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,3 +36,16 @@ def write(
     """Writes new tokens to their slots; key and value may be longer than `slots`."""
     name = kv_cache_dtype if kv_cache_dtype in cache_layout.FP8 else "auto"
     operators.reshape_and_cache_flash(key, value, *cache, slots, name, *scales)
+
+
+def write_rotated(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rotation: rotate.Rotation,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    kv_cache_dtype: str,
+    scales: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """`write` after the rotation of queries and keys in place; `rows`: queries, keys and values."""
+    name = kv_cache_dtype if kv_cache_dtype in cache_layout.FP8 else "auto"
+    rotate.rotate_and_write(*rows, rotation, rotate.Slots(cache, slots, name, scales))

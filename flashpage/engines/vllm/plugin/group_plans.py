@@ -37,6 +37,7 @@ class GroupSizes(NamedTuple):
     captures_all: bool = False  # whether steps of any rows are captured, and not only those of few rows a request
     has_exact_lengths: bool = True  # whether seq_lens_cpu_upper_bound is exact (not so with drafts)
     split_tokens: int = 0  # batch-invariant: requests are cut at multiples of it; 0: balanced
+    has_rotation: bool = False  # whether RoPE and the cache write are one kernel
 
 
 class Use(enum.Enum):
@@ -50,10 +51,16 @@ class Use(enum.Enum):
     PREFIX = "all rows over tokens that all requests share"
     SUFFIX = "any rows after these tokens"
     RAGGED = "rows over the K and V of the same step"
+    OWN_IN_GRAPH = "few rows a request over the K and V of the same step, captured"
 
     @property
     def is_graph(self) -> bool:
-        return self in (Use.DECODE_IN_GRAPH, Use.ROWS_IN_GRAPH)
+        return self in (Use.DECODE_IN_GRAPH, Use.ROWS_IN_GRAPH, Use.OWN_IN_GRAPH)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether K and V are the step's own tensors, and in no cache."""
+        return self in (Use.RAGGED, Use.OWN_IN_GRAPH)
 
     @property
     def is_decode(self) -> bool:
@@ -166,10 +173,10 @@ class GroupPlans:
             "logits_soft_cap": values.logits_soft_cap,
             "sm_scale": values.sm_scale,
             "q_data_type": sizes.q_dtype,
-            "kv_data_type": sizes.q_dtype if use is Use.RAGGED else sizes.kv_dtype,
+            "kv_data_type": sizes.q_dtype if use.is_own else sizes.kv_dtype,
             "own": {"variant": variant_of(kind, self.device)},
         }
-        page_size = 0 if use is Use.RAGGED else sizes.page_size
+        page_size = 0 if use is Use.RAGGED else 1 if use.is_own else sizes.page_size
         if sizes.split_tokens:
             shared["fixed_split_size"] = max(1, sizes.split_tokens // max(1, page_size))
         heads = kind.num_heads, kind.num_kv_heads, kind.head_dim
@@ -185,6 +192,8 @@ class GroupPlans:
             sizes = self.sizes
             requests = sizes.graph_requests if use.is_decode else min(sizes.max_requests, sizes.graph_rows)
             pages = min(requests * -(-sizes.max_tokens // sizes.page_size), MOST_TOKENS // sizes.page_size)
+            if use.is_own:
+                pages = requests * sizes.few_rows
             # Their ratio chooses the kernel's tile.
             rows = 0 if use.is_decode else max(sizes.graph_rows, requests * sizes.few_rows)
             capacity = Capacity(requests, pages, rows)

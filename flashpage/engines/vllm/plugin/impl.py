@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from .. import cache_layout
-from . import cache
+from .. import cache_layout, rotate
+from . import cache, fusion
 from .layers import LayerOptions
 from .step import LayerTensors, Step
 
@@ -22,6 +23,7 @@ class FlashpageImpl(AttentionImpl):
     can_return_lse_for_decode = True
     lse_base_on_e = False
     supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class FlashpageImpl(AttentionImpl):
             soft_cap=logits_soft_cap,
             is_encoder=self.is_encoder,
         )
+        fusion.prepare(get_current_vllm_config())
         self._is_fp8 = kv_cache_dtype in cache_layout.FP8
         self._halves: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
 
@@ -94,6 +97,29 @@ class FlashpageImpl(AttentionImpl):
         if not self.is_encoder:
             scales = layer._k_scale, layer._v_scale
             cache.write(key, value, self._cache(kv_cache), slot_mapping, self.kv_cache_dtype, scales)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """vLLM's pass RopeKVCacheFusionPass asks this."""
+        return not self.is_encoder
+
+    def do_rope_and_kv_cache_update(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:
+        """`do_kv_cache_update` after the rotation of query and key in place."""
+        scales = layer._k_scale, layer._v_scale
+        rotation = rotate.Rotation(positions, cos_sin_cache, is_neox)
+        cache.write_rotated(
+            (query, key, value), rotation, self._cache(kv_cache), layer_slot_mapping, self.kv_cache_dtype, scales
+        )
 
     def _cache(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the layer's cache; the views are kept, as they cost as much as a run."""

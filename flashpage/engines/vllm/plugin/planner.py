@@ -41,8 +41,8 @@ class GroupPlanner:
     def prebuild(self) -> None:
         """Builds all kernels that later steps may need."""
         if self._context is not None:
-            prebuild(self.plans, (Use.RAGGED,))
-            prebuild(self._context.gathered, (Use.ROWS,))
+            prebuild(self.plans, self._context.uses)
+            prebuild(self._context.gathered, (Use.DECODE, Use.ROWS))
         else:
             prebuild(self.plans, (Use.RAGGED,) if self.plans.is_encoder else (Use.DECODE, Use.ROWS))
 
@@ -58,14 +58,16 @@ class GroupPlanner:
         is_causal = self._is_causal(common)
         plan: Callable[[], Part]
         if self._context is not None:
-            return (self._context.plan(common, is_causal),), None
+            part, plan_again = self._context.plan(common, is_causal)
+            return (part,), plan_again
         if common_prefix_len:
             return (cascade.plan(self.plans, common, common_prefix_len),), None
         # A step must get the plan that captured steps of its size read, whatever its own rows.
         if rows <= sizes.graph_rows and (sizes.captures_all or common.max_query_len <= sizes.few_rows):
             plan = functools.partial(self._rows, Use.ROWS_IN_GRAPH, common, (0, requests), rows, is_causal)
             return (plan(),), plan
-        if common.max_query_len <= 1:
+        # Requests without rows are padding after the others, unless the host knows better.
+        if common.max_query_len <= 1 and (rows >= requests or int(common.query_start_loc_cpu[rows]) == rows):
             use = Use.DECODE_IN_GRAPH if requests <= sizes.graph_requests else Use.DECODE
             plan = functools.partial(self._decode, use, common, requests)
             return (plan(),), plan

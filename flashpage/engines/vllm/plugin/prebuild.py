@@ -49,4 +49,7 @@ def _helpers(plans: GroupPlans) -> list[KernelSpec]:
     sizes = plans.sizes
     q_dtype, kv_dtype = DType.of(sizes.q_dtype), DType.of(sizes.kv_dtype)
     types = (q_dtype, kv_dtype) if kv_dtype.is_fp8 else (helpers.COPIED[kv_dtype.size],) * 2
-    return [KernelSpec("plan"), KernelSpec("merge", out_dtype=q_dtype), blocks.write_spec(*types, "rows")]
+    found = [KernelSpec("plan"), KernelSpec("merge", out_dtype=q_dtype), blocks.write_spec(*types, "rows")]
+    if sizes.has_rotation:
+        found.append(blocks.rotate_write_spec(q_dtype, kv_dtype))
+    return found

@@ -40,6 +40,11 @@ class Step:
     common: Any  # vLLM's CommonAttentionMetadata, from which the step was planned
     plan_again: Callable[[], object] | None  # plans the lengths that are then on the device; None: the host planned
 
+    @property
+    def causal(self) -> bool:
+        """A drafter of vLLM whose rows see later tokens checks that this is False."""
+        return bool(self.common.causal)
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedRows:

@@ -1,4 +1,4 @@
-// Conversions on the host: 16-bit numbers, fp8 to fp16, and to e4m3. Other conversions are only declared.
+// Conversions on the host: 16-bit numbers, fp8 to fp16, and to and from e4m3. Other conversions are only declared.
 #pragma once
 #include "hopper.h"
 
@@ -94,9 +94,28 @@ inline u32 byte_permute(u32 low, u32 high, u32 selector) {
   return chosen;
 }
 template <class T>
-T from_float(float value);
+T from_float(float value) {
+  if constexpr (is_same<T, float>)
+    return value;
+  else
+    return T{static_cast<u16>(pack2<T>(value, 0.f))};
+}
 template <class T>
-float to_float(T value);
+float to_float(T value) {
+  if constexpr (is_same<T, float>)
+    return value;
+  else if constexpr (is_same<T, Half>)
+    return hopper::of_half(value.bits);
+  else if constexpr (is_same<T, Bf16>)
+    return hopper::of_bf16(value.bits);
+  else
+    return hopper::of_e4m3(value.bits);
+}
+template <class Narrow>
+Narrow narrow(float value) {
+  static_assert(is_same<Narrow, E4m3>);
+  return Narrow{static_cast<u8>(hopper::to_e4m3(value))};
+}
 template <class T>
 float2 unpack2(u32 packed) {
   static_assert(is_same<T, Half> || is_same<T, Bf16>);
