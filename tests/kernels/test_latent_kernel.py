@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from tolerance import limits
 
 from flashpage import native
 from flashpage.base.dtypes import DType
+from flashpage.jit import Target, build_kernels
+from flashpage.jit.compilers import find_nvcc
 from flashpage.kernels import devices, latent_decode_sm90, latent_wide_sm90
 from flashpage.kernels.kernel import AttentionKernel
 from flashpage.kernels.options import Options
@@ -234,3 +237,13 @@ def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -
         assert (error <= allowed.element).all()
         assert (error.norm(dim=-1) <= allowed.row).all()
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+@pytest.mark.parametrize(("kernel", "rows"), [(TRANSPOSED, 32), (WIDE, 128)], ids=["32 rows", "pairs"])
+def test_machine_code(kernel: AttentionKernel, rows: int, tmp_path: Path) -> None:
+    options = Options("latent", rows, 1, 576, 512, 64, DType.BFLOAT16, DType.BFLOAT16, DType.BFLOAT16)
+    spec = kernel.spec(Work(Problem(options, rows), devices.H200))
+    (result,) = build_kernels([(spec, Target("cuda", 90))], tmp_path)
+    assert result.error is None
+    assert (result.spill_bytes, result.serial_products) == (0, 0)
