@@ -3,13 +3,23 @@ of the same name in include/flashpage/kernels, and a row in this list."""
 
 from __future__ import annotations
 
-from . import attention_sm80, blocks, cpu_attention, decode_sm90, helpers, latent_decode_sm90, prefill_sm90
+from . import (
+    attention_sm80,
+    blocks,
+    cpu_attention,
+    decode_sm90,
+    helpers,
+    latent_decode_sm90,
+    latent_wide_sm90,
+    prefill_sm90,
+)
 from .kernel import AttentionKernel, Kernel
 
 # In order of preference: the first kernel that accepts a plan's work runs it.
 ATTENTION: list[AttentionKernel] = [
     decode_sm90.KERNEL,
     prefill_sm90.KERNEL,
+    latent_wide_sm90.KERNEL,
     latent_decode_sm90.KERNEL,
     attention_sm80.KERNEL,
     cpu_attention.KERNEL,

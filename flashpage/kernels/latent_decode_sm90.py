@@ -6,21 +6,20 @@ from . import wgmma_source
 from .kernel import HALF, AttentionKernel, attention_traits, capability, dtypes
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
-from .tile import MERGE_ITEM_ROWS, Cost, Tile
+from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
 from .work import InnerLoop, Work
 
 _TOKENS = 64  # of a slot: the rows of a product
 _MOST_STAGES = 8  # the header uses as many as fit
-_TILES = (16, 32, 64)  # packed rows of a unit
+_TEAM, _TEAMS = 4, 2  # the warps of a team share a slot's tokens, and the teams its columns
 
 
 def _tile(work: Work) -> Tile:
-    rows = next((rows for rows in _TILES if work.packed_rows <= rows), _TILES[-1])
-    row_teams = 2 if rows == 64 else 1  # warpgroups with rows of their own, or that alternate on the slots
-    return Tile(rows, _TOKENS, row_teams, 2 // row_teams, _MOST_STAGES)
+    rows = 16 if work.packed_rows <= 16 else 32
+    return Tile(rows, _TOKENS, 1, _TEAM, _MOST_STAGES, warps_v=_TEAMS)
 
 
-def _only_latent_rows(work: Work) -> str | None:
+def only_latent_rows(work: Work) -> str | None:
     return None if work.options.is_latent else "it reads latent rows (MLA)"
 
 
@@ -35,29 +34,31 @@ def _columns(work: Work) -> str | None:
     return "; ".join(found) or None
 
 
-def _plain(work: Work) -> str | None:
+def plain(work: Work) -> str | None:
     is_plain = work.loop is InnerLoop.PLAIN and work.mask_source == "implicit"
     return None if is_plain else "it has no custom masks, variants, soft caps or rotations"
 
 
-def _same_type(work: Work) -> str | None:
+def same_type(work: Work) -> str | None:
     options = work.options
     return None if options.kv_dtype is options.q_dtype else f"it reads no latent rows of {options.kv_dtype.value}"
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
+    card = work.card
     return Cost(
         heads_on_axis=False,
-        ns_per_token=work.options.token_bytes / work.card.sm_bytes_per_ns,
+        ns_per_token=work.options.token_bytes / card.sm_bytes_per_ns,
         ns_per_unit=500.0,
         ns_per_piece=1500.0,
         min_piece_tokens=128,
         merge_rows=MERGE_ITEM_ROWS,
         ns_per_merge=3100.0,
+        cluster=ClusterCost(piece_tokens=_TOKENS, ns_per_cluster_merge=1800.0, full_speed_share=card.full_speed_share),
     )
 
 
-def _traits(spec: KernelSpec) -> tuple[str, ...]:
+def traits(spec: KernelSpec) -> tuple[str, ...]:
     products = (f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ValueProduct"))
     return (*attention_traits(spec, spec.q_dtype, spec.kv_dtype, "swizzled"), *products)
 
@@ -68,11 +69,12 @@ KERNEL = AttentionKernel(
     cpp="LatentDecodeSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(capability(90, 90), _only_latent_rows, *dtypes(q=HALF, out=HALF), _same_type, _columns, _plain),
+    accepts=(capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=HALF), same_type, _columns, plain),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,
     row_alignment=16,
+    merges_in_launch=True,
     sources=wgmma_source.render_transposed,
-    traits=_traits,
+    traits=traits,
 )

@@ -48,6 +48,15 @@ def render_transposed(spec: KernelSpec) -> str:
     return f"{keys}\n\n{values}"
 
 
+def render_halves(spec: KernelSpec) -> str:
+    """Renders KeyProduct (scores of a block of tokens) and ValueProduct (half of the value columns)."""
+    assert spec.tile is not None
+    kind = _TYPES[product_dtype(spec)]
+    keys = _product("KeyProduct", spec.tile.tile_kv, kind, a_in_registers=False, b_by_columns=False)
+    values = _product("ValueProduct", spec.head_dim_vo // 2, kind, a_in_registers=True, b_by_columns=True)
+    return f"{keys}\n\n{values}"
+
+
 def short_tokens(spec: KernelSpec) -> int:
     """Tokens of the short tile with which a unit may end: half of a whole tile, in steps of 16. 0: there is none.
 

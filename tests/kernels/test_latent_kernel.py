@@ -1,5 +1,5 @@
-"""latent_decode_sm90, the whole kernel on the host: loading and computing warps, rings, barriers, products and the end
-of a unit. Copies arrive late and in any order, and wgmmas finish when they are waited for."""
+"""The kernels over latent rows, each whole on the host: loading and computing warps, rings, barriers, products and the
+end of a unit. Copies arrive late and in any order, and wgmmas finish when they are waited for."""
 
 from __future__ import annotations
 
@@ -20,51 +20,82 @@ from tolerance import limits
 
 from flashpage import native
 from flashpage.base.dtypes import DType
-from flashpage.kernels import devices
-from flashpage.kernels.latent_decode_sm90 import KERNEL
+from flashpage.kernels import devices, latent_decode_sm90, latent_wide_sm90
+from flashpage.kernels.kernel import AttentionKernel
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tensor_maps import loader_tokens
 from flashpage.kernels.work import Problem, Work
 from flashpage.native import records
 
-_EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 300)
-CASES = [
-    latent_case("edges", "slots of one unit, and units that follow each other", (1,) * len(_EDGES), _EDGES),
-    latent_case("page-16", "four boxes a slot", (1, 1, 1), (100, 33, 257), page_size=16, cache="interleaved"),
-    latent_case("page-64", "one box of 32 tokens", (1, 1), (100, 256), page_size=64, cache="gapped"),
-    latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1),
-    latent_case("page-3", "single rows of pages of an odd size", (1, 2), (70, 129), page_size=3, causal=True),
-    latent_case("mtp", "two rows of 8 heads, causal", (2, 2, 2), (64, 1, 129), causal=True, num_q_heads=8),
-    latent_case("rows-32", "32 packed rows, the last unit shorter", (1, 3), (90, 130), num_q_heads=20, causal=True),
-    latent_case("heads-40", "two units of a row", (1, 1), (90, 130), num_q_heads=40),
-    latent_case("rows-64", "two teams with rows of their own", (1, 3, 1), (90, 130, 0), num_q_heads=64, causal=True),
-    latent_case("heads-40-mtp", "the second team has fewer rows", (1, 2), (200, 64), num_q_heads=40, causal=True),
-    latent_case("heads-128", "two units of a row", (1,), (190,), num_q_heads=128, page_size=64),
-    latent_case("few", "fewer packed rows than a tile", (1, 1), (90, 64), num_q_heads=3),
-    latent_case("sinks", "sinks join the denominator", (1, 2), (50, 0), sinks=True),
-    latent_case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16", causal=True),
-    latent_case("256-64", "Mistral's rows", (1, 2), (290, 130), head_dim=320, head_dim_vo=256, causal=True),
-    latent_case("512-0", "rows without a tail", (1, 2), (90, 130), head_dim=512, causal=True),
-    latent_case("scale", "a negative scale", (1,), (90,), sm_scale=-0.1),
+_EDGES = (0, 1, 17, 63, 64, 65, 129, 200)
+_ONES = (1,) * len(_EDGES)
+_WIDE = {"num_q_heads": 64}
+TRANSPOSED, WIDE = latent_decode_sm90.KERNEL, latent_wide_sm90.KERNEL
+# Few builds: rows with the same types, sizes, loader and rows of a unit share one.
+TRANSPOSED_CASES = [
+    latent_case("edges", "slots of one unit, and units that follow each other", _ONES, _EDGES, sinks=True),
+    latent_case("mtp", "page 16: four boxes, causal", (2, 2), (129, 1), page_size=16, causal=True, num_q_heads=8),
+    latent_case(
+        "page-64", "few heads, a negative scale", (1, 1), (100, 256), page_size=64, num_q_heads=3, sm_scale=-0.1
+    ),
+    latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, cache="interleaved"),
+    latent_case("page-3", "single rows of pages of an odd size", (1, 2), (270, 66), page_size=3, num_q_heads=8),
+    latent_case(
+        "256-16",
+        "fp16, units of 32 and 8 rows",
+        (1, 2),
+        (290, 130),
+        head_dim=272,
+        head_dim_vo=256,
+        q_dtype="float16",
+        num_q_heads=20,
+    ),
+    latent_case("512-0", "rows without a tail", (1, 2), (90, 130), head_dim=512, num_q_heads=16, causal=True),
+    latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
 ]
+WIDE_CASES = [
+    latent_case("edges", "blocks of one unit, and units that follow each other", _ONES, _EDGES, sinks=True, **_WIDE),
+    latent_case("mtp", "page 16: four boxes, causal", (2, 1), (64, 129), page_size=16, causal=True, num_q_heads=40),
+    latent_case("page-64", "maxima that rise", (1, 1), (100, 450), page_size=64, cache="gapped", sm_scale=4.0, **_WIDE),
+    latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, **_WIDE),
+    latent_case("page-3", "single rows, causal", (1, 2), (70, 129), page_size=3, causal=True, num_q_heads=40),
+    latent_case(
+        "256-64",
+        "fp16, two units of a row",
+        (1,),
+        (290,),
+        head_dim=320,
+        head_dim_vo=256,
+        q_dtype="float16",
+        num_q_heads=80,
+    ),
+    latent_case("512-0", "rows without a tail, a negative scale", (1,), (190,), head_dim=512, sm_scale=-0.1, **_WIDE),
+]
+ROWS = [*((TRANSPOSED, case) for case in TRANSPOSED_CASES), *((WIDE, case) for case in WIDE_CASES)]
 
 
-def spec_of(case: Case) -> KernelSpec:
+def spec_of(kernel: AttentionKernel, case: Case) -> KernelSpec:
     dtype, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.out_type))
     sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
     options = Options("latent", *sizes, dtype, dtype, out, causal=case.causal)
     work = Work(Problem(options, case.num_q_heads * max(case.q_lens)), devices.H200)
-    assert not KERNEL.refusals(work)
-    return KERNEL.spec(work)
+    assert not kernel.refusals(work)
+    spec = kernel.spec(work)
+    if spec.ctas == 1:
+        return spec
+    assert spec.tile is not None
+    return dataclasses.replace(spec, tile=dataclasses.replace(spec.tile, tile_q=spec.rows // spec.ctas, ctas=1))
 
 
-def kernel(case: Case) -> ctypes.CDLL:
-    spec = spec_of(case)
+def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
+    spec = spec_of(kernel, case)
     assert spec.tile is not None
     names = {"bfloat16": "Bf16", "float16": "Half"}
-    values: dict[str, Any] = {"CACHE": names[case.q_dtype], "OUT": names[case.out_type], "LOADER": spec.loader}
-    values |= {"TILE_Q": spec.tile.tile_q, "STAGES": spec.tile.stages}
+    source = {"HEADER": f'"{kernel.header}"', "KERNEL": kernel.cpp.removesuffix("<Traits>")}
+    values: dict[str, Any] = source | {"CACHE": names[case.q_dtype], "OUT": names[case.out_type], "LOADER": spec.loader}
+    tile = {name: getattr(spec.tile, name) for name in ("tile_q", "warps_q", "warps_kv", "warps_v", "stages")}
+    values |= {name.upper(): value for name, value in tile.items()}
     values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return ctypes.CDLL(str(shared_library("latent_kernel.cpp", first_include="hopper", flags=flags)))
@@ -122,16 +153,17 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
         starts[cta]["items"]["begin"], starts[cta]["items"]["end"] = end - len(items[cta]), end
         if items[cta]:
             starts[cta]["first"] = items[cta][0][0]
-    data = np.concatenate([part.view(np.uint8) for part in (header, starts, *everything, *merges)])
+    arrivals = np.zeros(len(merges), np.uint32)
+    data = np.concatenate([part.view(np.uint8) for part in (header, starts, *everything, *merges, arrivals)])
     memory = np.zeros(len(data) + 128, np.uint8)  # a kernel reads the first item of a CTA that has none
     memory[: len(data)] = data
     partial_out = torch.full((partial + 1, case.value_dim), math.nan)
     return Planned(memory, num_ctas, partial_out, torch.full((partial + 1,), math.nan))
 
 
-def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Runs the CTAs and, if units are cut, the merge; returns out, lse, and barriers that miss arrivals."""
-    spec, q = spec_of(case), torch.cat(inputs.q)
+    spec, q = spec_of(kernel, case), torch.cat(inputs.q)
     assert spec.tile is not None
     first, second = (half.squeeze(2) for half in inputs.cache.argument("cpu"))
     out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
@@ -168,7 +200,7 @@ def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tenso
         view.page_stride, view.token_stride = half.stride()[:2]
     maps = (Map * 4)(*(map_of(half.unsqueeze(2), (128, box, 1, 1)) for half in (first, second)))
     args = native.VariantArgs()
-    left = kernel(case).run_latent(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
+    left = library(kernel, case).run_latent(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
     if cut:
         merge = native.MergeParams(
             plan=params.plan,
@@ -188,10 +220,10 @@ def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize("cut", [0, 48])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_on_the_host(case: Case, cut: int) -> None:
+@pytest.mark.parametrize(("kernel", "case"), ROWS, ids=lambda value: getattr(value, "name", None))
+def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -> None:
     inputs = make_inputs(case)
-    out, lse, left = run(case, inputs, cut)
+    out, lse, left = run(kernel, case, inputs, cut)
     assert left == 0
     begin = 0
     for state in reference_states(inputs):

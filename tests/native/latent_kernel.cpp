@@ -1,6 +1,8 @@
-// All of latent_decode_sm90 on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX manual.
-// For tests/kernels/test_latent_kernel.py, which sets CACHE, OUT, TILE_Q, STAGES, HEAD_DIM_QK, HEAD_DIM_VO and LOADER.
-#include "flashpage/kernels/latent_decode_sm90/kernel.h"
+// All of a kernel over latent rows on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX
+// manual. For tests/kernels/test_latent_kernel.py, which sets HEADER, KERNEL, CACHE, OUT, TILE_Q, WARPS_Q,
+// WARPS_KV, WARPS_V, STAGES, HEAD_DIM_QK, HEAD_DIM_VO and LOADER.
+#include HEADER
+
 #include "hopper.h"
 
 using namespace flashpage;
@@ -14,10 +16,8 @@ struct Variant {
 
 constexpr int steps = 16;  // terms of a sum in one product
 
-float element(u32 address) {
-  const u32 bits = hopper::swizzled(address) | hopper::swizzled(address + 1) << 8;
-  return is_same<CACHE, Half> ? hopper::of_half(bits) : hopper::of_bf16(bits);
-}
+float number(u32 bits) { return is_same<CACHE, Half> ? hopper::of_half(bits) : hopper::of_bf16(bits); }
+float element(u32 address) { return number(hopper::swizzled(address) | hopper::swizzled(address + 1) << 8); }
 
 // c += a b: term(row, k) gives a factor of the lane's warp, and rows of b have the terms side by side.
 template <int tiles, class Term>
@@ -41,13 +41,40 @@ struct KeyProduct {
   }
 };
 
-// Rows of a in shared memory are the terms: 64 columns of V, token by token.
 struct ValueProduct {
+  // Rows of a in shared memory are the terms: 64 columns of V, token by token.
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
     const u32 values = static_cast<u32>(a), rows = static_cast<u32>(b);
     hopper::multiply_later(
         [=, &c] { add(c, rows, accumulate, [&](int row, int k) { return element(values + k * 128 + row * 2); }); });
+  }
+  // a is in registers, and rows of b in shared memory are the terms: columns of V, token by token.
+  template <int tiles>
+  static void multiply(float (&c)[tiles][4], const u32 (&a)[4], u64 b, bool accumulate) {
+    const u32 values = static_cast<u32>(b), next_panel = static_cast<u32>(b >> 32);
+    hopper::multiply_later([=, &c, &a] {
+      std::array<u32, 32> of_lanes[4];
+      for (int i = 0; i < 4; ++i) of_lanes[i] = hopper::of_lanes(a[i]);
+      float rows[2][steps];
+      for (int k = 0; k < steps; ++k)
+        for (int row = 0; row < 2; ++row) {
+          const u32 pair = of_lanes[k / 8 * 2 + row][threadIdx.x % 32 / 4 * 4 + k % 8 / 2];
+          rows[row][k] = number(pair >> k % 2 * 16 & 0xffff);
+        }
+      for (int i = 0; i < tiles * 2; ++i) {
+        const int column = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        float sums[2] = {};
+        for (int k = 0; k < steps; ++k) {
+          const float value = element(values + column / 64 * next_panel + k * 128 + column % 64 * 2);
+          for (int row = 0; row < 2; ++row) sums[row] += rows[row][k] * value;
+        }
+        for (int row = 0; row < 2; ++row) {
+          float& total = c[i / 2][row * 2 + i % 2];
+          total = (accumulate ? total : 0.f) + sums[row];
+        }
+      }
+    });
   }
 };
 
@@ -67,7 +94,7 @@ struct Traits {
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
   static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int tile_q = TILE_Q, tile_kv = 64;
-  static constexpr int warps_q = TILE_Q == 64 ? 2 : 1, warps_kv = 2 / warps_q, warps_v = 1;
+  static constexpr int warps_q = WARPS_Q, warps_kv = WARPS_KV, warps_v = WARPS_V;
   static constexpr int stages = STAGES, ctas = 1, ctas_per_sm = 1, shared_limit = 0, ring_bytes = 0;
   static constexpr bool trace = false;
 };
@@ -85,7 +112,7 @@ extern "C" i32 run_latent(const AttentionParams* params, const VariantArgs* args
   hopper::products.clear();
   card::meanwhile = hopper::land_some;
   std::memset(memory, 0x7f, sizeof memory);  // NaN
-  using Kernel = LatentDecodeSm90<Traits>;
+  using Kernel = KERNEL<Traits>;
   card::launch(num_ctas, Kernel::threads, [&] { Kernel::run(*params, *args, maps); });
   return static_cast<i32>(std::count_if(hopper::barriers.begin(), hopper::barriers.end(),
                                         [](const auto& at) { return at.second.arrived > 0 || at.second.bytes != 0; }));

@@ -50,6 +50,10 @@ template <class T>
 T __ldg(const T* from) {
   return *from;
 }
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
 using std::exp2f, std::fmaf, std::fmaxf, std::log2f;
 inline double cospi(double x) { return std::cos(3.141592653589793 * x); }
 void sincospif(float, float*, float*);  // only declared: used by kernels that do not run on the host

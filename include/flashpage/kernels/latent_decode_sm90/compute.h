@@ -1,5 +1,6 @@
 // The computing warpgroups of latent_decode_sm90: they multiply the slots that the loading warps fill.
 #pragma once
+#include "flashpage/kernels/latent_decode_sm90/merge.h"
 #include "flashpage/kernels/latent_decode_sm90/output.h"
 #include "flashpage/kernels/latent_decode_sm90/state.h"
 #include "flashpage/ptx/convert.h"
@@ -12,13 +13,14 @@ namespace flashpage {
 
 template <class Traits>
 struct LatentCompute {
-  using Warps = LatentWarps<Traits>;
+  using Warps = LatentWarps;
   using Shared = LatentShared<Traits>;
   using Slot = typename Shared::Slot;
   using QueryRows = typename Shared::QueryRows;
   using Cache = typename Traits::Cache;
-  static constexpr int tokens = Shared::tokens, blocks = Shared::blocks;
-  static constexpr int tiles = Shared::rows / 8;  // of packed rows
+  static constexpr int tokens = Shared::tokens;
+  static constexpr int blocks = Shared::blocks / Warps::teams;  // of value columns, of a team
+  static constexpr int tiles = Shared::rows / 8;                // of packed rows
   static constexpr int team_threads = 32 * Warps::team;
   using Scores = float[tiles][4];
   using Values = float[blocks][tiles][4];
@@ -28,8 +30,8 @@ struct LatentCompute {
   int thread = threadIdx.x - Warps::loading * 32;
   int lane = threadIdx.x % 32;
   int team = thread / team_threads, warp = thread / 32 % Warps::team;
-  int first_row = Warps::row_teams > 1 ? team * Shared::rows : 0;  // of the team, in the unit
-  u32 use = 0;                                                     // uses of the ring before this unit
+  u32 use = 0;                    // uses of the ring before this unit
+  bool others_were_done = false;  // known by thread 0: LatentMerge
 
   FP_DEVICE LatentCompute(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
@@ -42,7 +44,9 @@ struct LatentCompute {
       ptx::fence_before_products();  // Q was copied by cp.async
       attend(place, shared.query[shared.place_ring.slot(unit_use)]);
       use += place.slots;
+      const LatentMerge<Traits> merge(place);
       shared.place_ring.release(unit_use);
+      merge.run(shared, params, thread, others_were_done);
     }
     if (thread == 0) {
       stamp<Traits>(params, Stamp::end);
@@ -52,27 +56,28 @@ struct LatentCompute {
 
  private:
   FP_DEVICE int team_barrier() const { return LatentOutput<Traits>::barrier + 1 + team; }
-  FP_DEVICE void meet() const { ptx::named_barrier(team_barrier(), team_threads); }
+  FP_DEVICE void meet_all() const { ptx::named_barrier(LatentOutput<Traits>::barrier, 32 * Warps::computing); }
 
   FP_DEVICE void attend(const SlottedPlace& slotted, u8* query_tile) {
     const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
-    // The team's rank in this unit, in whose order states are summed.
-    const int rank = Warps::token_teams > 1 ? (team - use) % Warps::token_teams : 0;
     Values values = {};
     ColumnState<tiles> state;
     state.clear();
-    if (rank == 0 && params.sinks && item.piece == 0) begin_with_sinks(state, unit);
+    if (params.sinks && item.piece == 0) begin_with_sinks(state, unit);
+    others_were_done = false;
     const float scale = params.score_scale * log2_e;
-    for (int slot = rank; slot < slotted.slots; slot += Warps::token_teams) {
+    for (int slot = 0; slot < slotted.slots; ++slot) {
       const i32 first = slotted.first_token + slot * tokens;
       u8* tile = shared.slots[shared.ring.slot(use + slot)];
+      if (thread == 0 && slot + 1 == slotted.slots) others_were_done = LatentMerge<Traits>(slotted).others_are_done();
       shared.ring.wait_full(use + slot);
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
       if (first < unit.kv_begin || first + tokens > unit.kv_end) clear_hidden(tile, unit, first);
       if constexpr (Traits::loader == Loader::rows) ptx::fence_before_products();
       Scores scores;
       multiply_keys(scores, tile, query_tile);
+      add_other_half(scores);
 #pragma unroll
       for (int n = 0; n < tiles; ++n)
 #pragma unroll
@@ -84,12 +89,12 @@ struct LatentCompute {
       state.exponentiate(scores);
       store_probabilities(scores);
       ptx::fence_before_products();
-      meet();
+      meet_all();
       multiply_values(values, tile);
       if (lane == 0) shared.ring.release(use + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
-    LatentOutput<Traits>{shared, params, item, unit, thread, team, rank, first_row}.write(state, values);
+    LatentOutput<Traits>{shared, params, item, unit, thread, team}.write(state, values);
   }
 
   // Rows begin with their sinks in one lane of the team; maxima are those of all lanes.
@@ -98,7 +103,7 @@ struct LatentCompute {
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int row = first_row + n * 8 + lane % 4 * 2 + e;
+        const int row = n * 8 + lane % 4 * 2 + e;
         if (row >= unit.num_rows) continue;
         const float sink = params.sinks[unpack_row(params, unit.kv_head, unit.first_row + row).head] * log2_e;
         state.maximum[n][e] = sink;
@@ -106,14 +111,14 @@ struct LatentCompute {
       }
   }
 
-  // S^T = K Q^T.
+  // S^T = K Q^T, for the team's half of each panel of K and Q; columns that only pad a panel are zero.
   FP_DEVICE void multiply_keys(Scores& scores, u8* tile, u8* query_tile) const {
-    const ptx::Matrix keys(ptx::shared_address(tile), 0);
-    const ptx::Matrix query(ptx::shared_address(query_tile) + first_row * 128, 0);
+    const ptx::Matrix keys(ptx::shared_address(tile) + team * 64, 0);
+    const ptx::Matrix query(ptx::shared_address(query_tile) + team * 64, 0);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < Slot::padded_bytes / 32; ++step) {
-      const int panel = step / 4, in_panel = step % 4 * 32;
+    for (int step = 0; step < Slot::panels * 2; ++step) {
+      const int panel = step / 2, in_panel = step % 2 * 32;
       Traits::KeyProduct::multiply(scores, keys.at(panel * Slot::panel_bytes + in_panel),
                                    query.at(panel * QueryRows::panel_bytes + in_panel), step > 0);
     }
@@ -122,10 +127,23 @@ struct LatentCompute {
     ptx::wgmma_settle(scores);
   }
 
+  // The other team's scores are overwritten after the barrier that follows the probabilities.
+  FP_DEVICE void add_other_half(Scores& scores) const {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n)
+      shared.exchange[team][n][thread % 128] = make_float4(scores[n][0], scores[n][1], scores[n][2], scores[n][3]);
+    meet_all();
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+      const float4 other = shared.exchange[1 - team][n][thread % 128];
+      scores[n][0] += other.x, scores[n][1] += other.y, scores[n][2] += other.z, scores[n][3] += other.w;
+    }
+  }
+
   // O^T += V^T P^T. A block of V^T is a panel of the slot.
   FP_DEVICE void multiply_values(Values& values, u8* tile) const {
-    const ptx::Matrix slot(ptx::shared_address(tile), 0);
-    const ptx::Matrix probabilities(ptx::shared_address(shared.probabilities[team]), 0);
+    const ptx::Matrix slot(ptx::shared_address(tile) + team * blocks * Slot::panel_bytes, 0);
+    const ptx::Matrix probabilities(ptx::shared_address(shared.probabilities), 0);
     ptx::wgmma_fence();
 #pragma unroll
     for (int block = 0; block < blocks; ++block)
@@ -154,7 +172,7 @@ struct LatentCompute {
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const i32 row = min_of(first_row + n * 8 + lane % 4 * 2 + e, unit.num_rows - 1);
+        const i32 row = min_of(n * 8 + lane % 4 * 2 + e, unit.num_rows - 1);
         const PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + row);
         const TokenRange range = visible_range(params, item, query_position(item, at.row));
 #pragma unroll
@@ -165,11 +183,13 @@ struct LatentCompute {
       }
   }
 
-  // Writes P^T as the product reads it: a row for each packed row, with the tokens side by side.
+  // Writes P^T as the product reads it: a row for each packed row, with the tokens side by side. Both teams have the
+  // same probabilities, and each writes half of them.
   FP_DEVICE void store_probabilities(const Scores& scores) const {
-    const u32 tile = ptx::shared_address(shared.probabilities[team]);
+    const u32 tile = ptx::shared_address(shared.probabilities);
 #pragma unroll
     for (int n = 0; n < tiles; n += 2) {
+      if ((n / 2 + warp) % 2 != team) continue;
       u32 pairs[4];  // tokens 0 to 7 and 8 to 15 of the warp, for two tiles of packed rows
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -184,14 +204,14 @@ struct LatentCompute {
   // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN.
   FP_DEVICE void clear_hidden(u8* tile, const Unit& unit, i32 first) const {
     constexpr int chunks = Traits::head_dim_vo / 8;
-    constexpr int threads = Warps::row_teams * team_threads;  // that read the slot
-    for (int i = thread % threads; i < tokens * chunks; i += threads) {
+    constexpr int threads = 32 * Warps::computing;
+    for (int i = thread; i < tokens * chunks; i += threads) {
       const int row = i / chunks, chunk = i % chunks;
       if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
       *reinterpret_cast<uint4*>(tile + Slot::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_products();
-    Warps::row_teams > 1 ? ptx::named_barrier(LatentOutput<Traits>::barrier, threads) : meet();
+    meet_all();
   }
 };
 

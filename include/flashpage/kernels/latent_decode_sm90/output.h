@@ -1,4 +1,4 @@
-// The end of a unit in latent_decode_sm90: the teams' states are combined, and the rows are written.
+// The end of a unit in latent_decode_sm90: values are divided by their row's sum and written.
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/shared.h"
 #include "flashpage/kernels/latent_decode_sm90/state.h"
@@ -9,36 +9,25 @@
 
 namespace flashpage {
 
-// Each team writes half of the blocks of value columns, for which the other hands its values over block by block.
+// A team has the state of all rows, and writes its own blocks of value columns.
 template <class Traits>
 struct LatentOutput {
-  using Warps = LatentWarps<Traits>;
+  using Warps = LatentWarps;
   using Shared = LatentShared<Traits>;
-  static constexpr int barrier = 1;  // name
-  static constexpr int threads = 32 * Warps::computing, tiles = Shared::rows / 8, blocks = Shared::blocks;
-  static constexpr int own = blocks / Warps::token_teams;
+  static constexpr int barrier = 1;  // name of all teams' barrier, before those of the teams
+  static constexpr int tiles = Shared::rows / 8, blocks = Shared::blocks / Warps::teams;  // of a team
   using Values = float[blocks][tiles][4];
 
   Shared& shared;
   const AttentionParams& params;
   const WorkItem& item;
   const Unit& unit;
-  int thread, team, rank, first_row;
+  int thread, team;
   int lane = threadIdx.x % 32, warp = thread / 32 % Warps::team;
 
   FP_DEVICE void write(ColumnState<tiles>& state, const Values& values) {
-    if constexpr (Warps::token_teams == 1) {
-      write_alone(state, values);
-    } else {
-      write_together(state, values);
-    }
-  }
-
- private:
-  // A team that has all tokens of its rows.
-  FP_DEVICE void write_alone(ColumnState<tiles>& state, const Values& values) {
     const int name = barrier + 1 + team;
-    hand_state_over(state);
+    share_sums(state);
     ptx::named_barrier(name, 128);
     const float value_scale = value_scale_of(params, unit.kv_head);
 #pragma unroll
@@ -46,96 +35,44 @@ struct LatentOutput {
       float factor[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float total = sum_of_team(team, local_row(n, e));
+        const float total = sum_of_team(row_of(n, e));
         factor[e] = total == 0.f ? 0.f : value_scale * ptx::reciprocal_approx(total);
-        if (warp == 0 && lane < 4) write_lse(row_of(n, e), state.maximum[n][e], total);
+        if (team == 0 && warp == 0 && lane < 4) write_lse(row_of(n, e), state.maximum[n][e], total);
       }
 #pragma unroll
       for (int block = 0; block < blocks; ++block) {
         const float (&tile)[4] = values[block][n];
         const LatentOutput here = recomputed();
-        here.write_tile(block, n, tile[0] * factor[0], tile[1] * factor[1], tile[2] * factor[0], tile[3] * factor[1]);
+        here.write_tile(team * blocks + block, n, tile[0] * factor[0], tile[1] * factor[1], tile[2] * factor[0],
+                        tile[3] * factor[1]);
       }
     }
     ptx::named_barrier(name, 128);  // the sums are free again
   }
 
-  FP_DEVICE void write_together(ColumnState<tiles>& state, const Values& values) {
-    hand_state_over(state);
-    ptx::named_barrier(barrier, threads);
-    float weight[2][tiles][2];  // of this team's values and of the other's, divided by the row's sum
-    weigh(state, weight);
-#pragma unroll
-    for (int i = 0; i < own; ++i) {
-#pragma unroll
-      for (int n = 0; n < tiles; ++n) {
-        const auto given = [&](int e) { return team == 0 ? values[own + i][n][e] : values[i][n][e]; };
-        shared.exchange[team][n][thread % 128] = make_float4(given(0), given(1), given(2), given(3));
-      }
-      ptx::named_barrier(barrier, threads);
-      const int block = team * own + i;
-#pragma unroll
-      for (int n = 0; n < tiles; ++n) {
-        const float4 theirs = shared.exchange[1 - team][n][thread % 128];
-        const auto mine = [&](int e) { return team == 0 ? values[i][n][e] : values[own + i][n][e]; };
-        recomputed().write_tile(block, n, sum_of(mine(0), theirs.x, weight, n, 0),
-                                sum_of(mine(1), theirs.y, weight, n, 1), sum_of(mine(2), theirs.z, weight, n, 0),
-                                sum_of(mine(3), theirs.w, weight, n, 1));
-      }
-      ptx::named_barrier(barrier, threads);  // the exchange is free again
-    }
-  }
-
-  FP_DEVICE int local_row(int n, int e) const { return n * 8 + lane % 4 * 2 + e; }
-  FP_DEVICE int row_of(int n, int e) const { return first_row + local_row(n, e); }
+ private:
+  FP_DEVICE int row_of(int n, int e) const { return n * 8 + lane % 4 * 2 + e; }
 
   FP_DEVICE void write_lse(int row, float maximum, float total) {
     if (row >= unit.num_rows) return;
     if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
   }
 
-  FP_DEVICE void hand_state_over(const ColumnState<tiles>& state) {
+  FP_DEVICE void share_sums(const ColumnState<tiles>& state) {
 #pragma unroll
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float sum = column_sum(state.sum[n][e]);
-        if (lane >= 4) continue;
-        shared.sum[team][warp][local_row(n, e)] = sum;
-        if (warp == 0) shared.maximum[team][local_row(n, e)] = state.maximum[n][e];
+        if (lane < 4) shared.sum[team][warp][row_of(n, e)] = sum;
       }
   }
 
-  FP_DEVICE float sum_of_team(int which, int row) const {
+  FP_DEVICE float sum_of_team(int row) const {
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < Warps::team; ++w) sum += shared.sum[which][w][row];
+    for (int w = 0; w < Warps::team; ++w) sum += shared.sum[team][w][row];
     return sum;
-  }
-
-  FP_DEVICE void weigh(const ColumnState<tiles>& state, float (&weight)[2][tiles][2]) {
-    const float value_scale = value_scale_of(params, unit.kv_head);
-    const int first = (team + rank) % 2;  // the team of rank 0
-#pragma unroll
-    for (int n = 0; n < tiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = local_row(n, e);
-        const float mine = state.maximum[n][e], theirs = shared.maximum[1 - team][row], common = fmaxf(mine, theirs);
-        const float of_first = state_weight(shared.maximum[first][row], common);
-        const float of_second = state_weight(shared.maximum[1 - first][row], common);
-        const float total = of_first * sum_of_team(first, row) + of_second * sum_of_team(1 - first, row);
-        const float inverse = total == 0.f ? 0.f : value_scale * ptx::reciprocal_approx(total);
-        weight[0][n][e] = state_weight(mine, common) * inverse;
-        weight[1][n][e] = state_weight(theirs, common) * inverse;
-        if (team == 0 && warp == 0 && lane < 4) write_lse(row, common, total);
-      }
-  }
-
-  // In the order of ranks, so that a result does not depend on which team began.
-  FP_DEVICE float sum_of(float mine, float theirs, const float (&weight)[2][tiles][2], int n, int e) const {
-    return rank == 0 ? fmaf(theirs, weight[1][n][e], mine * weight[0][n][e])
-                     : fmaf(mine, weight[0][n][e], theirs * weight[1][n][e]);
   }
 
   // A copy with a lane that the compiler computes again, so that no row's place stays in registers.

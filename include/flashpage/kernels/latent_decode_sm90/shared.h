@@ -8,63 +8,64 @@
 
 namespace flashpage {
 
-template <class Traits>
 struct LatentWarps {
   static constexpr int loading = 4;  // a warpgroup, because setmaxnreg works on warpgroups
-  static constexpr int team = 4;     // a warpgroup, which multiplies whole slots
-  static constexpr int teams = 2;
-  // The teams alternate on the slots, or both multiply every slot, with other rows.
-  static constexpr int token_teams = Traits::warps_kv, row_teams = Traits::warps_q;
-  static_assert(token_teams * row_teams == teams);
+  static constexpr int slot_loaders = 2, publisher = 3;
+  static constexpr int team = 4;   // a warpgroup, whose warps share the tokens of a slot
+  static constexpr int teams = 2;  // share the columns of a slot
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place
-  static constexpr int loading_registers = 120;
-  static constexpr int computing_registers = 192;
+  static constexpr int loading_registers = 104;
+  static constexpr int computing_registers = 200;
 };
 
 template <class Traits>
 struct LatentShared {
   using Cache = typename Traits::Cache;
-  static constexpr int tokens = Traits::tile_kv;                 // of one slot: rows of a product
-  static constexpr int rows = Traits::tile_q / Traits::warps_q;  // of a team: columns of a product
-  // A warp that skipped a whole round of the ring could take a phase for the next one of the same parity.
-  static constexpr int loading_warps = min_of(LatentWarps<Traits>::loading, Traits::stages);
-  static constexpr bool merges_in_launch = false;
+  using Warps = LatentWarps;
+  static constexpr int tokens = Traits::tile_kv;  // of one slot: rows of a product
+  static constexpr int rows = Traits::tile_q;     // of a unit: columns of a product
   using Slot = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;
-  using QueryRows = SwizzledRows<Cache, Traits::head_dim_qk, Traits::tile_q>;
+  using QueryRows = SwizzledRows<Cache, Traits::head_dim_qk, rows>;
   using Probabilities = SwizzledRows<Cache, tokens, rows>;  // a row of q has the slot's tokens
   static constexpr int blocks = Traits::head_dim_vo / 64;   // of value columns: rows of a product
   static constexpr int slot_bytes = Slot::tile_bytes;
   static constexpr int places_ahead = QueryRows::tile_bytes <= 20480 ? 2 : 1;
   static_assert(tokens == 64 && rows % 16 == 0 && Probabilities::panels == 1 && Slot::panel_columns == 64);
   static_assert(Traits::head_dim_vo % 128 == 0 && Traits::head_dim_qk % 16 == 0, "blocks of two teams, whole steps");
-  static_assert(Traits::stages % Traits::warps_kv == 0, "a slot always belongs to the same team");
+  static_assert(Traits::warps_q == 1 && Traits::warps_kv == Warps::team && Traits::warps_v == Warps::teams);
 
-  // Issues a warp's copies of the unit's rows of q; offset(row) returns query_offset.
+  // Issues a warp's copies of the unit's rows of q; offset(row) returns query_offset. Panels are filled up with zeros.
   FP_DEVICE static void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int lane,
                                    auto&& offset) {
-    constexpr int chunks = QueryRows::used_bytes / 16;
+    constexpr int used = QueryRows::used_bytes / 16, chunks = QueryRows::panels * 8;
 #pragma unroll 4
-    for (int i = lane; i < Traits::tile_q * chunks; i += 32) {
+    for (int i = lane; i < rows * chunks; i += 32) {
       const int row = i / chunks, chunk = i % chunks;
-      const Cache* from = static_cast<const Cache*>(params.q) + offset(row) + chunk * 8;
-      ptx::cp_async<16>(destination + QueryRows::chunk_offset(row, chunk), from, row < unit.num_rows);
+      const Cache* from = static_cast<const Cache*>(params.q) + offset(row) + (chunk < used ? chunk * 8 : 0);
+      ptx::cp_async<16>(destination + QueryRows::chunk_offset(row, chunk), from, row < unit.num_rows && chunk < used);
     }
+  }
+
+  // Memory for ArrivalMerge, free between the last slot of a unit and the first one of the next unit.
+  FP_DEVICE auto merge_sums() -> float (&)[Warps::computing][132] {
+    using Sums = float[Warps::computing][132];
+    static_assert(sizeof(Sums) <= sizeof(exchange));
+    return *reinterpret_cast<Sums*>(exchange);
   }
 
   alignas(1024) u8 slots[Traits::stages][slot_bytes];
   alignas(1024) u8 query[places_ahead][QueryRows::tile_bytes];
-  alignas(1024) u8 probabilities[LatentWarps<Traits>::teams][Probabilities::tile_bytes];
-  // At a unit's end each team hands a block of values over to the other.
-  alignas(128) float4 exchange[Traits::warps_kv][Traits::warps_kv > 1 ? rows / 8 : 1][Traits::warps_kv > 1 ? 128 : 1];
-  i32 pages_ahead[Traits::loader == Loader::rows ? Traits::stages : 1][tokens];  // of DecodeRows
-  float top[LatentWarps<Traits>::teams][LatentWarps<Traits>::team][rows];        // maxima of the warps' scores
-  float maximum[LatentWarps<Traits>::teams][rows];                               // of the teams' states
-  float sum[LatentWarps<Traits>::teams][LatentWarps<Traits>::team][rows];
+  alignas(1024) u8 probabilities[Probabilities::tile_bytes];
+  alignas(128) float4 exchange[Warps::teams][rows / 8][32 * Warps::team];  // of each team's sums of scores
+  i32 pages_ahead[Traits::loader == Loader::rows ? Traits::stages : 1][tokens];  // of LatentRows
+  float top[Warps::teams][Warps::team][rows];                                    // maxima of the warps' scores
+  float sum[Warps::teams][Warps::team][rows];
   SlottedPlace places[places_ahead];
   SlotRing<Traits::stages> ring;
   SlotRing<places_ahead> place_ring;
+  u32 is_last_piece;
 };
 
 template <class Traits>
@@ -72,10 +73,10 @@ struct LatentFits {
   static constexpr bool value = sizeof(LatentShared<Traits>) <= cta_shared_bytes(1);
 };
 
-// Given with as many slots as fit, at most Given::stages: the same number for each team.
+// Given with as many slots as fit, at most Given::stages.
 template <class Given>
 struct LatentStages {
-  using Traits = WithStages<Given, fitting_stages<LatentFits, Given, Given::stages / 2 * 2, 2, 2>()>;
+  using Traits = WithStages<Given, fitting_stages<LatentFits, Given, Given::stages, 1, 2>()>;
 };
 
 }  // namespace flashpage

@@ -39,7 +39,7 @@ struct ArrivalMerge {
   FP_DEVICE void run(float (*sums)[sums_pitch], int warp) const {
     const int jobs = merge.num_rows * jobs_a_row;
     if constexpr (Traits::tile_q * jobs_a_row > warps) {
-      if (jobs > warps) return run_many(jobs, warp);
+      if (jobs > warps) return run_many(jobs, warp, warps);
     }
     int shift = 0;  // log2 of the warps that share a job
     while (jobs << (shift + 1) <= warps && (16 << shift) < merge.num_partials + 16) ++shift;
@@ -55,13 +55,23 @@ struct ArrivalMerge {
     if (share == 0) write(job[0]);
   }
 
+  // As `run`, by all of `ctas` CTAs: each does every ctas-th job.
+  FP_DEVICE void run_share(int warp, int cta, int ctas) const {
+    const int jobs = merge.num_rows * jobs_a_row, first = warp * ctas + cta, step = warps * ctas;
+    if (jobs > step) return run_many(jobs, first, step);
+    if (first >= jobs) return;
+    Job job[1] = {Job(*this, first)};
+    sum_partials(job, 0, 0);
+    write(job[0]);
+  }
+
  private:
-  FP_DEVICE void run_many(int jobs, int warp) const {
+  FP_DEVICE void run_many(int jobs, int begin, int step) const {
     constexpr int together = 4;
 #pragma unroll 1
-    for (int first = warp; first < jobs; first += together * warps) {
-      Job mine[together] = {Job(*this, first), Job(*this, first + warps), Job(*this, first + 2 * warps),
-                            Job(*this, first + 3 * warps)};
+    for (int first = begin; first < jobs; first += together * step) {
+      Job mine[together] = {Job(*this, first), Job(*this, first + step), Job(*this, first + 2 * step),
+                            Job(*this, first + 3 * step)};
       sum_partials(mine, 0, 0);
 #pragma unroll
       for (const Job& job : mine) write(job);

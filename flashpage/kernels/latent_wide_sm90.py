@@ -1,0 +1,76 @@
+"""Attention of many packed rows over latent rows (MLA) on Hopper: 64 rows a CTA, or 128 in a pair of CTAs that load
+tokens for each other."""
+
+from __future__ import annotations
+
+from . import wgmma_source
+from .kernel import HALF, AttentionKernel, capability, dtypes
+from .latent_decode_sm90 import only_latent_rows, plain, same_type, traits
+from .tensor_maps import boxes_or_rows
+from .tile import MERGE_ITEM_ROWS, Cost, Tile
+from .work import Work
+
+LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
+_ROWS = 64  # packed rows of a CTA
+_TOKENS = 64  # of a block
+_STAGES = 2  # blocks in shared memory; 3: the next one is brought to the L2
+_REACHED = 0.68  # the fraction of the card's 16-bit throughput that products reach
+
+
+def _tile(work: Work) -> Tile:
+    tile = Tile(_ROWS, _TOKENS, 4, 2, _STAGES)
+    return tile.paired() if _has_pairs(work) else tile
+
+
+def _has_pairs(work: Work) -> bool:
+    return work.packed_rows > _ROWS and boxes_or_rows(work.options) == "boxes"
+
+
+def _many_rows(work: Work) -> str | None:
+    # In the batch-invariant mode packed rows are a guess, which is too high for decode.
+    rows = min(work.packed_rows, work.options.group_size) if work.options.is_batch_invariant else work.packed_rows
+    return None if rows >= LEAST_PACKED_ROWS else f"{rows} packed rows are few, it takes {LEAST_PACKED_ROWS} or more"
+
+
+def _columns(work: Work) -> str | None:
+    options = work.options
+    tail = options.head_dim_qk - options.head_dim_vo
+    found = []
+    if options.head_dim_vo not in (256, 512):
+        found.append(f"head_dim_ckv {options.head_dim_vo} is neither 256 nor 512")
+    if tail not in (0, 64):
+        found.append(f"head_dim_kpe {tail} is neither 0 nor 64")
+    return "; ".join(found) or None
+
+
+def _cost(work: Work, tile: Tile) -> Cost:
+    card = work.card
+    flops = 2 * _ROWS * work.columns
+    return Cost(
+        heads_on_axis=False,
+        ns_per_token=max(
+            flops / (card.sm_flops_per_ns * _REACHED), work.options.token_bytes / card.sm_bytes_per_ns / tile.ctas
+        ),
+        ns_per_unit=2500.0,
+        ns_per_piece=3000.0,
+        min_piece_tokens=128,
+        merge_rows=MERGE_ITEM_ROWS,
+        ns_per_merge=4000.0,
+    )
+
+
+KERNEL = AttentionKernel(
+    name="latent_wide_sm90",
+    header="flashpage/kernels/latent_wide_sm90/kernel.h",
+    cpp="LatentWideSm90<Traits>",
+    parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
+    archs=(90,),
+    accepts=(capability(90, 90), only_latent_rows, _many_rows, *dtypes(q=HALF, out=HALF), same_type, _columns, plain),
+    tile=_tile,
+    cost=_cost,
+    loader=boxes_or_rows,
+    row_alignment=16,
+    sources=wgmma_source.render_halves,
+    traits=traits,
+    attributes=lambda spec: "__cluster_dims__(2, 1, 1) " if spec.ctas == 2 else "",
+)

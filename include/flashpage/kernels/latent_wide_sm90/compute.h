@@ -1,0 +1,345 @@
+// The computing warpgroups of latent_wide_sm90.
+#pragma once
+#include "flashpage/kernels/latent_wide_sm90/output.h"
+#include "flashpage/ptx/convert.h"
+#include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/named_barrier.h"
+#include "flashpage/ptx/wgmma.h"
+#include "flashpage/tile/softmax/sinks.h"
+#include "flashpage/tile/trace.h"
+
+namespace flashpage {
+
+// The left warpgroup computes the probabilities of a pair's first block, the right one those of its second, and each
+// sums its half of the value columns. Warps of both with the same rows pass each other probabilities and maxima: a
+// thread's fragments are those that the same thread of the other warpgroup needs. Maxima only rise from block to block,
+// and values follow them before the block's product is added.
+//
+//   left:   K0 | softmax 0      | V0 left, V1 left | K0' | ...
+//   right:  K1 | V0 right and softmax 1 | V1 right | K1' | ...
+template <class Traits>
+struct WideCompute {
+  using Shared = WideShared<Traits>;
+  using Tile = typename Shared::Tile;
+  using Cache = typename Traits::Cache;
+  using Output = WideOutput<Traits>;
+  using Values = typename Output::Values;
+  static constexpr int tokens = Shared::tokens, steps = tokens / 16;
+  using Scores = float[1][tokens / 8][4];
+  using Fragments = u32[steps][4];
+  static constexpr int from_left = 1, from_right = 5, group_barrier = 9;  // names of barriers, the first two by warp
+
+  Shared& shared;
+  const AttentionParams& params;
+  int thread = threadIdx.x % 128;  // of the warpgroup
+  int warp = thread / 32, lane = threadIdx.x % 32;
+  int group = threadIdx.x / 128 - 1;
+  u32 use = 0;       // blocks before the unit
+  u32 unit_use = 0;  // units before this one
+
+  FP_DEVICE WideCompute(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
+
+  FP_DEVICE void run() {
+    if (threadIdx.x == 128) stamp<Traits>(params, Stamp::start);
+    if (group == 0) {
+      run_units<WidePart::left>();
+    } else {
+      run_units<WidePart::right>();
+    }
+    if (threadIdx.x == 128) {
+      stamp<Traits>(params, Stamp::end);
+      stamp<Traits>(params, Stamp::sm);
+    }
+  }
+
+ private:
+  // What a warpgroup keeps from block to block of a unit.
+  struct State {
+    const WidePlace& place;
+    SoftmaxState<1>& softmax;
+    Values& values;
+    Scores& scores;
+    float (&factor)[1][2];
+  };
+
+  template <WidePart half>
+  FP_DEVICE void run_units() {
+    for (;; ++unit_use) {
+      shared.place_ring.wait_full(unit_use);
+      const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
+      if (place.place.done) return;
+      shared.query_ring.wait_full(unit_use);
+      ptx::fence_before_products();  // Q was copied by cp.async
+      Values values = {};
+      Scores scores;
+      SoftmaxState<1> softmax;
+      softmax.clear();
+      float factor[1][2];
+      State state{place, softmax, values, scores, factor};
+      if constexpr (half == WidePart::left) {
+        if (params.sinks) begin_with_sinks(softmax, rows_of(place));
+        attend_left(state);
+      } else {
+        attend_right(state);
+      }
+      if (threadIdx.x == 128) stamp<Traits>(params, Stamp::last_tile);
+      const int first_row = cta_row();
+      Output{shared, params, place.place, group, warp * 16 + lane / 4, first_row, lane}.write(
+          softmax, values, [&] { ptx::named_barrier(from_left + warp, 64); });
+      if (threadIdx.x == 128) stamp<Traits>(params, Stamp::written);
+      use += place.blocks;
+      __syncwarp();
+      if (lane == 0) shared.place_ring.release(unit_use);
+    }
+  }
+
+  FP_DEVICE void attend_left(State& state) const {
+    const int blocks = state.place.blocks;
+    if (blocks == 0) return release_query();
+    u32 now = use;
+    begin_keys(state.scores, now);
+    end_keys(state.scores, now);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(state.scores[0]);
+    if (threadIdx.x == 128) stamp_first<Traits>(params, Stamp::first_tile);
+#pragma unroll 1
+    for (int block = 0; block < blocks; block += 2, now += 2) {
+      const bool has_second = block + 1 < blocks, goes_on = block + 2 < blocks;
+      release(now, WidePart::tail);
+      if (!goes_on) release_query();
+      prepare_scores(state, block);
+      if (state.softmax.raise(state.scores, softmax_scale(), state.factor)) rescale(state);
+      Fragments first, second;
+      exponentiate(state, first);
+      hand_over(state, first, from_left);
+      clear_hidden(state.place, block, now, WidePart::left);
+      issue_values(state.values, first, now, WidePart::left);
+      if (has_second) {
+        if (take_over(state, second, from_right)) rescale(state);
+        clear_hidden(state.place, block + 1, now + 1, WidePart::left);
+        issue_values(state.values, second, now + 1, WidePart::left);
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_settle(first);
+        release(now, WidePart::left);
+        if (goes_on) {
+          begin_keys(state.scores, now + 2);
+          ptx::wgmma_wait<1>();
+          ptx::wgmma_settle(second);
+          release(now + 1, WidePart::left);
+          end_keys(state.scores, now + 2);
+        }
+      }
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(state.scores[0]);
+      ptx::wgmma_settle(state.values[0]);
+      if (!has_second) ptx::wgmma_settle(first);
+      if (has_second) ptx::wgmma_settle(second);
+      if (!goes_on) release(has_second ? now + 1 : now, WidePart::left);
+    }
+  }
+
+  FP_DEVICE void attend_right(State& state) const {
+    const int blocks = state.place.blocks;
+    u32 now = use;
+    if (blocks >= 2) {
+      attend_pairs(state, now);
+    } else {
+      release_query();
+    }
+    if (blocks % 2 != 0) {
+      Fragments first;
+      add_first(state, first, blocks - 1, now);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(state.values[0]);
+      ptx::wgmma_settle(first);
+      release(now, WidePart::right);
+    }
+  }
+  // The pairs of blocks. The loop has its exit in the middle, because otherwise the compiler waits for the scores that
+  // are in flight at its end.
+  FP_DEVICE void attend_pairs(State& state, u32& now) const {
+    begin_keys(state.scores, now + 1);
+    end_keys(state.scores, now + 1);
+    for (int block = 0;; block += 2, now += 2) {
+      Fragments first, second;
+      add_first(state, first, block, now);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_settle(state.scores[0]);
+      release(now + 1, WidePart::tail);
+      const bool goes_on = block + 3 < state.place.blocks;
+      if (!goes_on) release_query();
+      prepare_scores(state, block + 1);
+      if (state.softmax.raise(state.scores, softmax_scale(), state.factor)) rescale(state);
+      exponentiate(state, second);
+      hand_over(state, second, from_right);
+      clear_hidden(state.place, block + 1, now + 1, WidePart::right);
+      issue_values(state.values, second, now + 1, WidePart::right);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_settle(first);
+      release(now, WidePart::right);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(state.values[0]);
+      ptx::wgmma_settle(second);
+      release(now + 1, WidePart::right);
+      if (!goes_on) break;
+      begin_keys(state.scores, now + 3);
+      end_keys(state.scores, now + 3);
+    }
+    now += 2;
+  }
+  // Issues the product of a pair's first block.
+  FP_DEVICE void add_first(State& state, Fragments& first, int block, u32 now) const {
+    if (take_over(state, first, from_left)) rescale(state);
+    clear_hidden(state.place, block, now, WidePart::right);
+    issue_values(state.values, first, now, WidePart::right);
+  }
+
+  // The first row of a unit that belongs to this CTA.
+  FP_DEVICE static int cta_row() {
+    return Traits::ctas == 1 ? 0 : static_cast<int>(ptx::cluster_rank()) * Shared::rows;
+  }
+  FP_DEVICE WarpRows rows_of(const WidePlace& place) const {
+    return {params, place.place.item, place.place.unit, cta_row() + warp * 16, lane};
+  }
+  FP_DEVICE void release(u32 of_use, WidePart part) const {
+    if (part != WidePart::tail || Shared::tail_panels > 0) shared.release(of_use, part, lane);
+  }
+  FP_DEVICE void release_query() const {
+    if (lane == 0) shared.query_ring.release(unit_use);
+  }
+
+  // Issues scores = Q K^T: the columns that arrive first, and then the others.
+  FP_DEVICE void begin_keys(Scores& scores, u32 of_use) const {
+    issue_panel(scores, of_use, Shared::tail_panels > 0 ? Shared::value_panels : 0, false);
+    ptx::wgmma_commit();
+  }
+  FP_DEVICE void end_keys(Scores& scores, u32 of_use) const {
+#pragma unroll
+    for (int panel = Shared::tail_panels > 0 ? 0 : 1; panel < Shared::value_panels; ++panel)
+      issue_panel(scores, of_use, panel, true);
+    ptx::wgmma_commit();
+  }
+  FP_DEVICE void issue_panel(Scores& scores, u32 of_use, int panel, bool accumulate) const {
+    const ptx::Matrix query(ptx::shared_address(shared.query), 0), keys(shared.block(of_use), 0);
+    shared.wait_full(of_use, panel);
+    if constexpr (!Shared::by_boxes) ptx::fence_before_products();
+    ptx::wgmma_fence();  // after a wait the compiler would insert one, and serialise products
+#pragma unroll
+    for (int step = 0; step < Tile::panel_columns / 16; ++step)
+      Traits::KeyProduct::multiply(scores[0], query.at(panel * Tile::panel_bytes + step * 32),
+                                   keys.at(panel * Tile::panel_bytes + step * 32), accumulate || step > 0);
+  }
+  // Issues values += P V for half of V's columns.
+  FP_DEVICE void issue_values(Values& values, const Fragments& probabilities, u32 of_use, WidePart half) const {
+    const ptx::Matrix tile(shared.block(of_use) + Shared::first_panel(half) * Tile::panel_bytes, Tile::panel_bytes);
+    if constexpr (!Shared::by_boxes) ptx::fence_before_products();  // the other warpgroup has seen these rows arrive
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < steps; ++step)
+      Traits::ValueProduct::multiply(values[0], probabilities[step], tile.at(step * 16 * 128), true);
+    ptx::wgmma_commit();
+  }
+
+  FP_DEVICE float scale() const { return params.score_scale * log2_e; }
+  // The factor with which the softmax reads scores, which must be positive.
+  FP_DEVICE float softmax_scale() const { return scale() > 0.f ? scale() : 1.f; }
+
+  // Multiplies the values by the factor, which is rare. It waits for all products, those of scores too, because the
+  // compiler does not know which ones are over.
+  FP_DEVICE static void rescale(State& state) {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(state.values[0]);
+    state.softmax.rescale(state.values, state.factor);
+  }
+
+  // Scales scores that the softmax cannot scale, and hides the tokens that a row does not see.
+  FP_DEVICE void prepare_scores(State& state, int block) const {
+    if (!(scale() > 0.f)) {
+#pragma unroll
+      for (int n = 0; n < tokens / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state.scores[0][n][e] *= scale();
+    }
+    const Unit& unit = state.place.place.unit;
+    const i32 first = state.place.first_token + block * tokens;
+    if (first >= unit.all_begin && first + tokens <= unit.all_end) return;
+    const WarpRows rows = rows_of(state.place).recomputed();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const TokenRange range = rows.visible(rows.row(0, half));
+#pragma unroll
+      for (int n = 0; n < tokens / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const i32 token = first + n * 8 + rows.lane % 4 * 2 + e;
+          if (token < range.begin || token >= range.end) state.scores[0][n][half * 2 + e] = ptx::negative_infinity();
+        }
+    }
+  }
+
+  FP_DEVICE void exponentiate(State& state, Fragments& probabilities) const {
+    state.softmax.exponentiate(state.scores, softmax_scale());
+#pragma unroll
+    for (int step = 0; step < steps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&pair)[4] = state.scores[0][2 * step + i / 2];
+        probabilities[step][i] = ptx::pack2<Cache>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+      }
+  }
+
+  // Passes probabilities and maxima to the same thread of the other warpgroup. It has read what it was passed before,
+  // because it writes to the same place in turn.
+  FP_DEVICE void hand_over(const State& state, const Fragments& probabilities, int name) const {
+#pragma unroll
+    for (int step = 0; step < steps; ++step)
+      shared.probabilities[step][thread] =
+          make_uint4(probabilities[step][0], probabilities[step][1], probabilities[step][2], probabilities[step][3]);
+    shared.maxima[thread] = make_float2(state.softmax.maximum[0][0], state.softmax.maximum[0][1]);
+    ptx::named_barrier_arrive(name + warp, 64);
+  }
+  // Returns whether maxima rose; values must then be multiplied by the factor.
+  FP_DEVICE bool take_over(State& state, Fragments& probabilities, int name) const {
+    ptx::named_barrier(name + warp, 64);
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      const uint4 words = shared.probabilities[step][thread];
+      probabilities[step][0] = words.x;
+      probabilities[step][1] = words.y;
+      probabilities[step][2] = words.z;
+      probabilities[step][3] = words.w;
+    }
+    const float2 maxima = shared.maxima[thread];
+    const float next[2] = {maxima.x, maxima.y};
+    float (&maximum)[2] = state.softmax.maximum[0];
+    if (!__any_sync(0xffffffff, next[0] != maximum[0] || next[1] != maximum[1])) return false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state.factor[0][half] = state_weight(maximum[half], next[half]);
+      maximum[half] = next[half];
+      state.softmax.sum[0][half] *= state.factor[0][half];
+    }
+    return true;
+  }
+
+  // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. The block's
+  // scores are complete.
+  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use, WidePart half) const {
+    if constexpr (Shared::by_boxes) {
+      const Unit& unit = place.place.unit;
+      const i32 first = place.first_token + block * tokens;
+      if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
+      u8* tile = shared.slots[Shared::slot(of_use)] + Shared::first_panel(half) * Tile::panel_bytes;
+      constexpr int chunks = Shared::half_panels * 8;
+      for (int i = thread; i < tokens * chunks; i += 128) {
+        const int row = i / chunks, chunk = i % chunks;
+        if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
+        *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
+      }
+      ptx::fence_before_products();
+      ptx::named_barrier(group_barrier + group, 128);
+    }
+  }
+};
+
+}  // namespace flashpage
