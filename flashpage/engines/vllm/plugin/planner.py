@@ -23,10 +23,11 @@ import torch
 from ....base.errors import CapabilityError
 from ....plan.lengths import Lengths
 from ....plan.page_indices import NO_PAGES, Pages
+from ...plugin.group_plans import MOST_TOKENS, GroupPlans, TableRows, Use
+from ...plugin.parts import PagedRows, Part, RaggedRows
+from ...plugin.prebuild import prebuild
 from . import cascade, context_parallel
-from .group_plans import MOST_TOKENS, GroupPlans, TableRows, Use
-from .prebuild import prebuild
-from .step import PagedRows, Part, RaggedRows, Step
+from .step import Step
 
 
 class GroupPlanner:
