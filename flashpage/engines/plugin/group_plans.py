@@ -14,6 +14,8 @@ from ...kernels.options import OptionOverride, Options, RunOptions
 from ...plan.bounds import workspace_bounds
 from ...plan.capacity import Capacity
 from ...plan.device_lengths import TableLengths
+from ...plan.lengths import Lengths
+from ...plan.page_indices import Pages
 from ...variants.variant import Variant
 from ...wrappers.base import DECODE, PAGED, RAGGED, Attention
 from ...wrappers.plan_arguments import DecodeArguments, PrefillArguments
@@ -175,6 +177,17 @@ class GroupPlans:
             if use.is_graph and (use, kind, is_causal) not in self._known_runs:
                 self._know_runs(attention, kind, is_causal)
                 self._known_runs.add((use, kind, is_causal))
+        return attentions
+
+    def plan_on_host(
+        self, q_indptr: torch.Tensor, lens: torch.Tensor, tables: torch.Tensor, is_causal: bool
+    ) -> dict[LayerKind, Attention]:
+        """Plans any rows from lengths on the host. Each request's pages begin where its row of the tables does."""
+        starts = torch.arange(len(lens) + 1, device="cpu") * tables.shape[1]
+        lengths, pages = Lengths(q_indptr, starts, None, lens), Pages(tables.reshape(-1))
+        attentions = self.of(Use.ROWS)
+        for kind, attention in attentions.items():
+            attention.plan(lengths, pages, *self.options(Use.ROWS, kind, is_causal))
         return attentions
 
     def _know_runs(self, attention: Attention, kind: LayerKind, is_causal: bool) -> None:
