@@ -32,7 +32,6 @@ def _create_draft_backend(
     factory: Any,
     backend_name: str,
     backend_map: dict[str, Any],
-    error_template: str,
     *args: Any,
     **given: Any,
 ) -> Any:

@@ -146,7 +146,7 @@ class GroupPlanner:
         if rows.q_indptr is not None:
             return rows.q_indptr
         if rows.on_host is not None:
-            return _starts_of(rows.on_host[0]).to(device)
+            return _starts_of(rows.on_host[0]).to(device, non_blocking=True)
         return _steps_of(rows.each, len(rows.seq_lens), device)
 
 
