@@ -56,12 +56,18 @@ def test_each_form_in_each_mode(name: str, device: str) -> None:
         if mode is not ForwardMode.MIXED:
             captured(backend, batch)
             close(scene.run(backend, batch), scene.expected())
+        # Runs have the options that were planned; others would be planned for each step too.
+        assert all(len(attention.session.active) == 1 for _, attention in attentions(backend))
+
+
+def attentions(backend: Any) -> list[tuple[Use, Any]]:
+    """The plans that steps made, eager or captured."""
+    plans = {id(plans): plans for one in backend._planners.values() for plans in (one._eager, one._captured)}
+    return [(use, found) for each in plans.values() for use, of in each._attentions.items() for found in of.values()]
 
 
 def uses(backend: Any) -> set[Use]:
-    """The uses that steps were planned for, eager or captured."""
-    plans = [plans for planner in backend._planners.values() for plans in (planner._eager, planner._captured)]
-    return {use for each in plans for use in each._attentions}
+    return {use for use, _ in attentions(backend)}
 
 
 @pytest.mark.parametrize(
@@ -192,6 +198,7 @@ def test_steps_of_a_draft(topk: int, is_captured: bool, device: str) -> None:
         expected = Scene(Form(is_encoder_only=True), [topk] * 3, scene.kv_lens, device)
         expected.pool, expected.slots, expected.requests, expected.q = scene.pool, scene.slots, scene.requests, q
         close(found, expected.expected(masks))
+        assert all(len(attention.session.active) == 1 for _, attention in attentions(backend))
 
 
 def test_deterministic_mode_does_not_depend_on_the_batch(device: str) -> None:
@@ -216,6 +223,20 @@ def test_deterministic_mode_does_not_depend_on_the_batch(device: str) -> None:
         backend.init_forward_metadata(alone)
         found = backend.forward(scene.q[-rows:].flatten(1), None, None, scene.layer, alone)
         assert torch.equal(found.view(rows, 4, 64), together[-rows:])
+        assert all(attention.options.fixed_piece_tokens == 4096 for _, attention in attentions(backend))
+
+
+def test_slots_of_windows_are_those_of_the_step(device: str) -> None:
+    """SGLang may write a step's slots into the tensor of the step before."""
+    scene = Scene(Form(window=20, window_pool=True), *DECODE, device)
+    backend, batch = scene.backend(), scene.batch(ForwardMode.DECODE)
+    for moved in (0, 1):
+        batch.out_cache_loc.copy_(batch.out_cache_loc.roll(moved))
+        backend.init_forward_metadata(batch)
+        scene.run(backend, batch)
+        keys = torch.cat([kv[0, -1:] for kv in scene.kv])
+        places = scene.pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
+        assert torch.equal(scene.pool.kv[1][0][places], keys)
 
 
 # ---------------------------------------------------------------- answers at configuration

@@ -1,0 +1,82 @@
+"""Real SGLang engines in a process of its own: `python sglang_program.py JOB.json OUT.json`.
+
+A job has `prompts`, and `engines`, each with options of `Engine`. The output has each engine's tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+NEW_TOKENS = 12
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "context_length": 512,
+    "chunked_prefill_size": 128,  # longer prompts come in chunks
+    "enable_mixed_chunk": True,  # next to decodes of others
+    "max_running_requests": 8,
+    "max_total_tokens": 4096,
+    "cuda_graph_backend_prefill": "disabled",
+    "cuda_graph_backend_decode": "disabled",
+    "log_level": "error",
+}
+
+
+def check_answers(model: str) -> None:
+    """What SGLang asks before a model is loaded, and its own lists of names."""
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+    from sglang.srt.utils.common import support_triton
+
+    assert support_triton("triton") and not support_triton("flashpage")
+    usual = {"model_path": model, "device": "cpu", "attention_backend": "flashpage"}
+    arguments = ServerArgs(**usual, enable_deterministic_inference=True)
+    assert not arguments.disable_radix_cache
+    arguments.kv_cache_dtype = "fp4_e2m1"
+    try:
+        arguments.check_server_args()
+    except ValueError as error:
+        assert "--kv-cache-dtype fp4_e2m1" in str(error), error
+    else:
+        raise AssertionError("a cache of 4 bits was not refused")
+    factory = DraftBackendFactory.__new__(DraftBackendFactory)
+    vars(factory).update(draft_attn_backend="flashpage", speculative_num_steps=3, topk=1)
+    factory.draft_model_runner = SimpleNamespace(use_mla_backend=True)  # refused by our backend: it was chosen
+    try:
+        factory.create_decode_backend()
+    except ValueError as error:
+        assert "multi-head latent attention" in str(error), error
+    else:
+        raise AssertionError("a draft with latent attention was not refused")
+
+
+def main(job_path: str, out_path: str) -> None:
+    import sglang.srt.models.registry  # noqa: F401, models are imported once, and not in each process
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.plugins import load_plugins
+
+    # SGLang would start its processes from nothing, and each imports it again: a quarter of a minute for each.
+    multiprocessing.set_start_method("fork", force=True)
+    engine.mp.set_start_method = lambda *args, **given: None
+    with open(job_path) as file:
+        job = json.load(file)
+    load_plugins()
+    check_answers(job["engines"][0]["model_path"])
+    params = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    out = []
+    for options in job["engines"]:
+        found = engine.Engine(**OPTIONS | options)
+        answers = found.generate(input_ids=job["prompts"], sampling_params=params)
+        out.append([answer["output_ids"] for answer in answers])
+        found.shutdown()
+    with open(out_path, "w") as file:
+        json.dump(out, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
