@@ -1,6 +1,7 @@
 """Real SGLang engines in a process of its own: `python sglang_program.py JOB.json OUT.json`.
 
-A job has `prompts`, and `engines`, each with options of `Engine`. The output has each engine's tokens.
+A job has `prompts`, and `engines`, each with options of `Engine`. The output has each engine's tokens, and the class of
+the pool of tokens that our backend got; "" if the engine has another backend.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +57,33 @@ def check_answers(model: str) -> None:
         raise AssertionError("a draft with latent attention was not refused")
 
 
+def allow_window_pools() -> None:
+    """SGLang gives windows their own pool for few models, none of which is small. A model of a job gets one if its
+    configuration says so, whatever SGLang's list says."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    derive = ModelConfig._derive_hybrid_model
+
+    def derive_as_configured(self: Any) -> None:
+        self.disable_hybrid_swa_memory = False
+        derive(self)
+
+    ModelConfig._derive_hybrid_model = derive_as_configured
+
+
+def note_pools(path: Path) -> None:
+    """Our backend writes down its pool, also in the process of a scheduler."""
+    from flashpage.engines.sglang.backend import FlashpageBackend
+
+    make = FlashpageBackend.__init__
+
+    def make_and_note(self: Any, *args: Any, **given: Any) -> None:
+        make(self, *args, **given)
+        path.write_text(type(self.token_to_kv_pool).__name__)
+
+    FlashpageBackend.__init__ = make_and_note
+
+
 def main(job_path: str, out_path: str) -> None:
     import sglang.srt.models.registry  # noqa: F401, models are imported once, and not in each process
     from sglang.srt.entrypoints import engine
@@ -66,13 +95,18 @@ def main(job_path: str, out_path: str) -> None:
     with open(job_path) as file:
         job = json.load(file)
     load_plugins()
+    allow_window_pools()
+    pool = Path(out_path + ".pool")
+    note_pools(pool)
     check_answers(job["engines"][0]["model_path"])
     params = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     out = []
     for options in job["engines"]:
         found = engine.Engine(**OPTIONS | options)
         answers = found.generate(input_ids=job["prompts"], sampling_params=params)
-        out.append([answer["output_ids"] for answer in answers])
+        name = pool.read_text() if pool.exists() else ""
+        pool.unlink(missing_ok=True)
+        out.append({"tokens": [answer["output_ids"] for answer in answers], "pool": name})
         found.shutdown()
     with open(out_path, "w") as file:
         json.dump(out, file)
