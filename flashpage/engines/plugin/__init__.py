@@ -1,1 +1,1 @@
-"""What the plugins of vLLM and SGLang share: the plans of a group of an engine's layers."""
+"""The plans of a group of an engine's layers, and other parts that the plugins of vLLM and SGLang share."""

@@ -8,7 +8,7 @@ from ...variants.variant import Variant
 
 
 class TreeRows:
-    """What the rows of a step see, in memory that captured steps read.
+    """The tokens that the rows of a step see, in memory that captured steps read.
 
     Args:
         guesses: rows of each request.
