@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NAME = "flashpage"
+from .name import NAME
 
 
 def register() -> None:

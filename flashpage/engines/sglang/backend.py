@@ -109,6 +109,9 @@ class FlashpageBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
+    def support_triton(self) -> bool:
+        return self._tables.slots.is_cuda
+
     def _take_tree(self, forward_batch: Any) -> None:
         mask = getattr(forward_batch.spec_info, "custom_mask", None)
         if self._trees is not None and forward_batch.forward_mode.is_target_verify() and mask is not None:

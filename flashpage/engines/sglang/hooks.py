@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from .name import NAME
+
 
 def register() -> None:
     """Registers the hooks; SGLang applies them before it starts."""
@@ -20,8 +22,6 @@ def _support_triton(original: Any, backend: str) -> bool:
     """Whether SGLang's own helpers next to this attention backend run by Triton: not on the CPU."""
     import torch
 
-    from . import NAME
-
     if backend == NAME:
         return torch.cuda.is_available()
     return bool(original(backend))
@@ -36,8 +36,6 @@ def _create_draft_backend(
     **given: Any,
 ) -> Any:
     """Adds our name to the map of a factory of EAGLE's draft attention."""
-    from . import NAME
-
     is_steps = backend_map["triton"] == factory._create_triton_decode_backend
     has_stamps = "stamps_children" in inspect.signature(original).parameters  # the map's values return a name too
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..plugin.refusal import refusal
+from .name import NAME
 
 _KV_CACHE_TYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 _NAMES_OF_BACKENDS = (
@@ -19,8 +20,6 @@ _NAMES_OF_BACKENDS = (
 
 def check_arguments(arguments: Any) -> None:
     """Checks SGLang's ServerArgs, before a model is loaded."""
-    from . import NAME
-
     if NAME not in (getattr(arguments, name, None) for name in _NAMES_OF_BACKENDS):
         return
     if arguments.kv_cache_dtype not in _KV_CACHE_TYPES:
