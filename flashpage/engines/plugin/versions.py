@@ -6,7 +6,7 @@ from ...base.warn import warn
 
 TESTED = {
     "vllm": ("0.26.0", "0.32.0", "0.33.0"),
-    "sglang": ("0.5.15.post1",),
+    "sglang": ("0.5.15.post1", "0.5.23"),
 }
 
 

@@ -109,6 +109,14 @@ class FlashpageBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
+    def shared_read_ends(self, mode: Any) -> Any:
+        """Newer versions ask when their scheduler may write to its tables: after the step, as kernels read them in
+        place. Older ones may write during a captured decode, to rows of requests that have ended and slots with equal
+        contents, which changes no output that is used."""
+        from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+
+        return SharedReadEnds.UNKNOWN
+
     def support_triton(self) -> bool:
         return self._tables.slots.is_cuda
 
@@ -191,15 +199,15 @@ class FlashpageBackend(AttentionBackend):
 def _sizes(runner: Any) -> GroupSizes:
     """The largest step of a runner."""
     arguments, slots = runner.server_args, runner.req_to_token_pool.req_to_token
-    prompts = max(arguments.chunked_prefill_size or 0, getattr(arguments, "max_prefill_tokens", None) or 0)
-    drafts = arguments.speculative_num_draft_tokens or 1
-    requests = len(slots)
+    chunk, drafts, requests = arguments.chunked_prefill_size, arguments.speculative_num_draft_tokens or 1, len(slots)
+    prompts = chunk if chunk is not None and chunk > 0 else slots.shape[1]  # one prompt may be a step of its own
+    prompts = max(prompts, getattr(arguments, "max_prefill_tokens", None) or 0)
     return GroupSizes(
         page_size=runner.page_size,
         q_dtype=runner.dtype,
         kv_dtype=runner.kv_cache_dtype,
         max_requests=requests,
-        max_rows=max(prompts, slots.shape[1], requests * drafts),
+        max_rows=prompts + requests * drafts,  # decodes may be mixed into a step of prompts
         max_tokens=slots.shape[1],
         few_rows=drafts,
         split_tokens=SPLIT_TOKENS if arguments.enable_deterministic_inference else 0,
