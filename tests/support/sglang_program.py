@@ -1,7 +1,7 @@
 """Real SGLang engines in a process of its own: `python sglang_program.py JOB.json OUT.json`.
 
-A job has `prompts`, and `engines`, each with options of `Engine`. The output has each engine's tokens, and the class of
-the pool of tokens that our backend got; "" if the engine has another backend.
+A job has `prompts`, and `engines`, each with options of `Engine`. SGLang's own kit of tests runs too. The output has
+each engine's tokens, and the class of the pool of tokens that our backend got; "" if the engine has another backend.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+import unittest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,17 @@ def check_answers(model: str) -> None:
         assert "multi-head latent attention" in str(error), error
     else:
         raise AssertionError("a draft with latent attention was not refused")
+
+
+def check_kit() -> None:
+    """The cases of SGLang's own kit for its attention backends."""
+    from sglang.test.kits.attention_unittest.attention_methods import dense_attention as kit
+
+    lists = kit.make_dense_cases, kit.make_swa_no_prefix_input_config_cases, kit.make_swa_prefix_input_config_cases
+    cases = [case for make in lists for case in make("flashpage")]
+    assert len(cases) >= 14
+    for case in cases:
+        kit.run_dense_attention_case(unittest.TestCase(), case, device="cpu")
 
 
 def allow_window_pools() -> None:
@@ -109,6 +121,7 @@ def main(job_path: str, out_path: str) -> None:
         pool.unlink(missing_ok=True)
         out.append({"tokens": [answer["output_ids"] for answer in answers], "pool": name})
         found.shutdown()
+    check_kit()
     with open(out_path, "w") as file:
         json.dump(out, file)
 
