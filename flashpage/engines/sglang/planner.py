@@ -74,9 +74,8 @@ class GroupPlanner:
             return
         self._former.append(self._captured)
         requests, rows = max(requests, sizes.graph_requests), max(max_rows, sizes.graph_rows)
-        largest = max(requests, sizes.max_requests)
         self._captured = self._make(
-            sizes._replace(graph_requests=requests, graph_rows=rows, max_requests=largest, few_rows=1)
+            sizes._replace(graph_requests=requests, graph_rows=rows, max_requests=requests, few_rows=1)
         )
 
     # ---------------------------------------------------------------- plans
