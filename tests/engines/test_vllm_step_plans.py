@@ -12,11 +12,11 @@ import torch
 from vllm_step import Form, Scene, close, run
 
 from flashpage import CapabilityError
+from flashpage.engines.plugin.group_plans import Use
+from flashpage.engines.plugin.parts import PagedRows, RaggedRows
+from flashpage.engines.plugin.versions import TESTED, warn_if_untested
 from flashpage.engines.vllm.plugin import cascade
-from flashpage.engines.vllm.plugin.group_plans import Use
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
-from flashpage.engines.vllm.plugin.step import PagedRows, RaggedRows
-from flashpage.engines.vllm.plugin.versions import TESTED, warn_if_untested
 from flashpage.jit import loader
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
@@ -308,9 +308,9 @@ def test_no_step_waits_for_the_card(lens: Any, sizes: dict[str, Any]) -> None:
 def test_versions_outside_of_the_table() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_if_untested(TESTED[-1] + "+cpu")
+        warn_if_untested("vllm", TESTED["vllm"][-1] + "+cpu")
     with pytest.warns(RuntimeWarning, match=r"vllm 0\.1\.0 is not among .*0\.33\.0"):
-        warn_if_untested("0.1.0")
+        warn_if_untested("vllm", "0.1.0")
 
 
 def test_the_entry_point_imports_little() -> None:

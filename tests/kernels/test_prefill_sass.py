@@ -70,10 +70,10 @@ def test_products_name_their_registers(dim: int, dtype: DType, name: str) -> Non
 @pytest.mark.parametrize(
     ("dim", "loader", "position_encoding"),
     [
-        *((128, "boxes", "none"), (256, "boxes", "none"), (128, "rows", "none")),
-        *((128, "converted", "none"), (256, "converted", "none")),
+        # `python -m aot.build --check` looks for spills and serialised products in the listed kernels, too.
+        *((128, "boxes", "none"), (256, "boxes", "none"), (128, "converted", "none")),
         *((64, "transposed", "none"), (128, "transposed", "none"), (256, "transposed", "none")),
-        *((64, "boxes", "rope"), (128, "boxes", "rope"), (256, "boxes", "rope"), (128, "rows", "rope")),
+        *((64, "boxes", "rope"), (256, "boxes", "rope"), (128, "rows", "rope")),
     ],
 )
 def test_machine_code(dim: int, loader: str, position_encoding: str, tmp_path: Path) -> None:

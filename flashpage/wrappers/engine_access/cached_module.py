@@ -257,10 +257,21 @@ def _plan(
         raise PlanError(f"total_num_rows={room} but qo_indptr ends at {rows}: pass at least that.")
     options = _options_of(wrapper, written, batch, given)
     pages = Pages(written.indices, written.block_tables)
-    with planner.published_after():
+    waits = planner.is_graph and (bool(written.values) or options.has_mask)  # for checks that need the plan
+    if waits:
+        planner.wait()
+    try:
         wrapper._attention.plan(lengths, pages, options, wrapper._now, KEEP_MASK)
         wrapper._check_planned()
         written.check(wrapper)
+    except BaseException:
+        planner.is_planned = False
+        raise
+    finally:
+        if waits:
+            planner.publish_at_once()
+    if waits:
+        planner.publish()
     wrapper._copy_items()
     return PlanInfo.of(planner)
 

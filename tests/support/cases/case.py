@@ -53,6 +53,7 @@ class Case:
     outputs: str = "given"  # given: out= and lse= inside guard bands | strided | returned | no_lse
     lse_mode: str = "base2"  # base2 | basee
     reduced: bool = False  # part of the short table for compute-sanitizer
+    card_only: bool = False  # to the CPU's kernel it is a longer batch with the options of another row
 
     @property
     def value_dim(self) -> int:
@@ -76,7 +77,7 @@ class Case:
 
     def runs_on(self, device: str) -> bool:
         """fp32 queries and outputs run only on the CPU."""
-        return device == "cpu" or "float32" not in (self.q_dtype, self.out_type)
+        return not self.card_only if device == "cpu" else "float32" not in (self.q_dtype, self.out_type)
 
     def __str__(self) -> str:
         return self.name
@@ -90,3 +91,8 @@ def decode(name: str, why: str, kv_lens: Iterable[int], *, q_len: int = 1, **opt
 
 def prefill(name: str, why: str, q_lens: Iterable[int], kv_lens: Iterable[int], **options: Any) -> Case:
     return Case(name, why, tuple(kv_lens), tuple(q_lens), **options)
+
+
+def on_cards(cases: Iterable[Case], *also_cpu: str) -> list[Case]:
+    """Rows whose loaders or tiles only cards have; those with the names in `also_cpu` run on the CPU too."""
+    return [case if case.name in also_cpu else dataclasses.replace(case, card_only=True) for case in cases]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases.case import Case, prefill
+from cases.case import Case, on_cards, prefill
 
 PLAIN: dict[str, Any] = {"page_size": 1, "head_dim": 128, "num_q_heads": 16, "num_kv_heads": 1, "causal": True}
 HEADS: dict[str, Any] = {**PLAIN, "num_q_heads": 32, "num_kv_heads": 2}
@@ -14,7 +14,7 @@ THREE: tuple[tuple[int, ...], tuple[int, ...]] = (560, 615, 700), (560, 901, 700
 
 
 def rows() -> list[Case]:
-    return [
+    found = [
         prefill("gathered-plain", "rows of two KV heads, boxes shared by two CTAs", *SQUARE, reduced=True, **HEADS),
         prefill("gathered-full", "every row sees every token", (300, 270), (333, 700), **{**PLAIN, "causal": False}),
         prefill("gathered-three", "requests whose tokens end inside a box", *THREE, **PLAIN),
@@ -42,3 +42,4 @@ def rows() -> list[Case]:
         prefill("gathered-scales", "scales by head", *SQUARE, scales="per_head", outputs="strided", **HEADS),
         prefill("gathered-no-lse", "no LSE", *SQUARE, outputs="no_lse", **PLAIN),
     ]
+    return on_cards(found, "gathered-plain", "gathered-full", "gathered-few-units")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases.case import Case, prefill
+from cases.case import Case, on_cards, prefill
 
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "head_dim": 128, "num_q_heads": 8, "num_kv_heads": 2, "causal": True}
 FULL: dict[str, Any] = {**BF16, "causal": False}
@@ -62,23 +62,20 @@ def bf16_rows() -> list[Case]:
     ]
 
 
-def single_rows() -> list[Case]:
+def single_rows(name: str) -> list[Case]:
     """Contexts that single CTAs read: short ones by tiles of 128 tokens, others by tiles of 160."""
-    found = []
-    for name, kv_lens in (("short", (400, 513, 333)), ("usual", (850, 961, 800))):
-        q_lens = LENGTHS[0]
-        found += [
-            prefill(f"{name}-paged", "tiles whole and half at the end", q_lens, kv_lens, **BF16),
-            prefill(f"{name}-ragged", "other boxes", q_lens, kv_lens, entry="ragged", **BF16),
-            prefill(f"{name}-page-8", "many boxes", q_lens, kv_lens, page_size=8, kv_layout="HND", **BF16),
-            prefill(f"{name}-page-64", "large ones", q_lens, kv_lens, page_size=64, cache="fused", **BF16),
-            prefill(f"{name}-uneven", "of one row, of none", (*q_lens, 1, 0), (*kv_lens, 700, 700), **BF16),
-            prefill(f"{name}-window", "both ends", q_lens, kv_lens, window_left=150, hidden_nan=True, **BF16),
-            prefill(f"{name}-group-3", "units of 126 rows", q_lens, kv_lens, **{**BF16, "num_q_heads": 6}),
-            prefill(f"{name}-full", "nothing is hidden", (200,), kv_lens[:1], **{**FULL, "num_kv_heads": 8}),
-            prefill(f"{name}-float16", "sinks", q_lens, kv_lens, sinks=True, **{**BF16, "q_dtype": "float16"}),
-        ]
-    return found
+    q_lens, kv_lens = LENGTHS[0], {"short": (400, 513, 333), "usual": (850, 961, 800)}[name]
+    return [
+        prefill(f"{name}-paged", "tiles whole and half at the end", q_lens, kv_lens, **BF16),
+        prefill(f"{name}-ragged", "other boxes", q_lens, kv_lens, entry="ragged", **BF16),
+        prefill(f"{name}-page-8", "many boxes", q_lens, kv_lens, page_size=8, kv_layout="HND", **BF16),
+        prefill(f"{name}-page-64", "large ones", q_lens, kv_lens, page_size=64, cache="fused", **BF16),
+        prefill(f"{name}-uneven", "of one row, of none", (*q_lens, 1, 0), (*kv_lens, 700, 700), **BF16),
+        prefill(f"{name}-window", "both ends", q_lens, kv_lens, window_left=150, hidden_nan=True, **BF16),
+        prefill(f"{name}-group-3", "units of 126 rows", q_lens, kv_lens, **{**BF16, "num_q_heads": 6}),
+        prefill(f"{name}-full", "nothing is hidden", (200,), kv_lens[:1], **{**FULL, "num_kv_heads": 8}),
+        prefill(f"{name}-float16", "sinks", q_lens, kv_lens, sinks=True, **{**BF16, "q_dtype": "float16"}),
+    ]
 
 
 def fp8_rows() -> list[Case]:
@@ -138,4 +135,5 @@ def small_page_rows() -> list[Case]:
 
 
 def rows() -> list[Case]:
-    return [*bf16_rows(), *single_rows(), *fp8_rows(), *small_page_rows()]
+    small = on_cards(small_page_rows(), "long-page-1", "long-page-1-window", "long-page-5")
+    return [*bf16_rows(), *single_rows("short"), *on_cards(single_rows("usual")), *fp8_rows(), *small]

@@ -8,10 +8,10 @@ import torch
 import vllm
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
+from ...plugin.versions import warn_if_untested
 from . import support
-from .versions import warn_if_untested
 
-warn_if_untested(vllm.__version__)
+warn_if_untested("vllm", vllm.__version__)
 
 _TYPES = (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 

@@ -8,14 +8,12 @@ import torch
 from vllm import envs
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
+from ...plugin.group_plans import SPLIT_TOKENS, GroupPlans, GroupSizes, Workspaces
 from . import cascade, fusion
 from .cache import element_type
-from .group_plans import GroupPlans, GroupSizes, Workspaces
 from .planner import GroupPlanner
 from .ranks import ranks_of
 from .step import Step
-
-_SPLIT_TOKENS = 4096  # in batch-invariant mode requests are cut at multiples of this
 
 
 class FlashpageBuilder(AttentionMetadataBuilder):
@@ -67,7 +65,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
             graph_rows=captured if has_rows else 0,
             captures_all=captures_all,
             has_exact_lengths=config.speculative_config is None,
-            split_tokens=_SPLIT_TOKENS if envs.VLLM_BATCH_INVARIANT else 0,
+            split_tokens=SPLIT_TOKENS if envs.VLLM_BATCH_INVARIANT else 0,
             has_rotation=fusion.is_chosen(config),
         )
 

@@ -3,42 +3,16 @@ and one merge."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
 from ....plan.lengths import Lengths
 from ....plan.page_indices import Pages
-from ....wrappers.base import Attention
-from ....wrappers.merge import merge_parts
-from .group_plans import GroupPlans, TableRows, Use
-from .layers import LayerKind, LayerOptions
-from .step import LayerTensors
+from ...plugin.group_plans import GroupPlans, TableRows, Use
+from ...plugin.parts import SharedPrefix
 
 LEAST_TOKENS, LEAST_REQUESTS = 256, 8  # vLLM's thresholds
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedPrefix:
-    """All rows over the shared tokens and over each request's own."""
-
-    shared: dict[LayerKind, Attention]
-    own: dict[LayerKind, Attention]
-    rows: int
-
-    def run(self, layer: LayerOptions, tensors: LayerTensors) -> None:
-        q, out = tensors.query[: self.rows], tensors.output[: self.rows]
-        shared, own = self.shared[layer.kind], self.own[layer.kind]
-        cache, scales = tensors.cache, tensors.scales
-
-        def run_shared(to: torch.Tensor, lse: torch.Tensor | None) -> None:
-            shared.run(q, cache, to, lse, False, layer.values[False], scales)
-
-        def run_own(to: torch.Tensor, lse: torch.Tensor | None) -> None:  # sinks count once
-            own.run(q, cache, to, lse, False, layer.values[True], scales, tensors.sinks)
-
-        merge_parts((run_shared, run_own), out, None)
 
 
 def plan(plans: GroupPlans, common: Any, prefix_len: int) -> SharedPrefix:

@@ -21,9 +21,9 @@ from ....plan.lengths import Lengths
 from ....plan.page_indices import NO_PAGES
 from ....wrappers.base import Attention
 from ....wrappers.merge import merge_state_in_place
-from .group_plans import GroupPlans, TableRows, Use
-from .layers import LayerKind, LayerOptions
-from .step import LayerTensors, RaggedRows
+from ...plugin.group_plans import GroupPlans, TableRows, Use
+from ...plugin.layers import LayerKind, LayerOptions
+from ...plugin.parts import LayerTensors, RaggedRows
 
 _NO_WEIGHT = -1e30  # a sink that adds nothing
 

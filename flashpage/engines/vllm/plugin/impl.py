@@ -9,10 +9,11 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from ...plugin.layers import LayerOptions
+from ...plugin.parts import LayerTensors
 from .. import cache_layout, rotate
 from . import cache, fusion
-from .layers import LayerOptions
-from .step import LayerTensors, Step
+from .step import Step
 
 _NO_SCALES = (None, None, None)
 

@@ -22,11 +22,12 @@ import torch
 
 from ....base.errors import CapabilityError
 from ....plan.lengths import Lengths
-from ....plan.page_indices import NO_PAGES, Pages
+from ....plan.page_indices import NO_PAGES
+from ...plugin.group_plans import MOST_TOKENS, GroupPlans, TableRows, Use
+from ...plugin.parts import PagedRows, Part, RaggedRows
+from ...plugin.prebuild import prebuild
 from . import cascade, context_parallel
-from .group_plans import MOST_TOKENS, GroupPlans, TableRows, Use
-from .prebuild import prebuild
-from .step import PagedRows, Part, RaggedRows, Step
+from .step import Step
 
 
 class GroupPlanner:
@@ -117,13 +118,10 @@ class GroupPlanner:
         return PagedRows(self.plans.plan_tables(use, tables, is_causal), end, is_causal)
 
     def _on_host(self, common: Any, lens: torch.Tensor, is_causal: bool) -> PagedRows:
-        """All rows. Each request's pages begin where its row of the block table does."""
-        requests, tables = common.num_reqs, common.block_table_tensor[: common.num_reqs]
-        starts = torch.arange(requests + 1, device="cpu") * tables.shape[1]
-        lengths = Lengths(common.query_start_loc_cpu[: requests + 1], starts, None, lens[:requests])
-        attentions = self.plans.of(Use.ROWS)
-        for kind, attention in attentions.items():
-            attention.plan(lengths, Pages(tables.reshape(-1)), *self.plans.options(Use.ROWS, kind, is_causal))
+        """All rows."""
+        requests = common.num_reqs
+        starts, tables = common.query_start_loc_cpu[: requests + 1], common.block_table_tensor[:requests]
+        attentions = self.plans.plan_on_host(starts, lens[:requests], tables, is_causal)
         return PagedRows(attentions, common.num_actual_tokens, is_causal)
 
     def _apart(self, common: Any, is_causal: bool) -> tuple[Part, ...]:

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from ....base.errors import FlashpageError
-from ....kernels import choose, devices
-from ....kernels.work import Problem
-from ....wrappers.plan_arguments import DecodeArguments, PrefillArguments
+from ...plugin.refusal import refusal as refusal_of
 from .. import cache_layout
 from .cache import element_type
 
@@ -30,24 +27,5 @@ def refusal(head_dim: int, dtype: torch.dtype, kv_cache_dtype: str, page_size: i
     kv_dtype = element_type(kv_cache_dtype, dtype)
     if kv_dtype is None:
         return f"flashpage reads no KV cache of {kv_cache_dtype}"
-    card = card_of(capability)
-    if card is None:
-        return None  # a card that no row names; the kernels are compiled for it, and its driver's numbers decide
-    types: dict[str, Any] = {"q_data_type": dtype, "kv_data_type": kv_dtype}
-    decode = DecodeArguments(1, 1, head_dim, page_size, **types)
-    prefill = PrefillArguments("paged", 1, 1, head_dim, page_size, causal=True, **types)
-    try:
-        for arguments, rows in ((decode, 1), (prefill, choose.MANY_ROWS)):
-            options, _ = arguments.checked()
-            choose.choose_for_card(Problem(options, rows), card)
-    except FlashpageError as error:
-        return f"flashpage: {error}"
-    return None
-
-
-def card_of(capability: Any) -> devices.Device | None:
-    """A row of the table of cards with this compute capability, which vLLM gives without touching the card."""
-    if capability is None:
-        return devices.CPU
-    sm = capability.major * 10 + capability.minor
-    return next((card for card in devices.CARDS if card.sm == sm), None)
+    card = None if capability is None else (capability.major, capability.minor)
+    return refusal_of(head_dim, dtype, kv_dtype, page_size, card)

@@ -1,18 +1,18 @@
-"""Builds the kernels of a group of layers when vLLM starts, at the same time where several are missing: a request never
-waits for a compiler, and a compiler that is missing stops the start."""
+"""Builds the kernels of a group of layers when the engine starts, at the same time where several are missing: a request
+never waits for a compiler, and a compiler that is missing stops the start."""
 
 from __future__ import annotations
 
 import torch
 
-from .... import jit
-from ....base.dtypes import DType
-from ....kernels import blocks, choose, helpers
-from ....kernels.context_classes import CLASSES
-from ....kernels.options import Options
-from ....kernels.spec import KernelSpec
-from ....kernels.work import Problem
-from ....plan.prepared_kernels import mask_tiles_spec, trace
+from ... import jit
+from ...base.dtypes import DType
+from ...kernels import blocks, choose, helpers
+from ...kernels.context_classes import CLASSES
+from ...kernels.options import Options
+from ...kernels.spec import KernelSpec
+from ...kernels.work import Problem
+from ...plan.prepared_kernels import mask_tiles_spec, trace
 from .group_plans import GroupPlans, Use
 
 

@@ -10,14 +10,18 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ....kernels.options import OptionOverride, Options, RunOptions
-from ....plan.bounds import workspace_bounds
-from ....plan.capacity import Capacity
-from ....plan.device_lengths import TableLengths
-from ....wrappers.base import DECODE, PAGED, RAGGED, Attention
-from ....wrappers.plan_arguments import DecodeArguments, PrefillArguments
+from ...kernels.options import OptionOverride, Options, RunOptions
+from ...plan.bounds import workspace_bounds
+from ...plan.capacity import Capacity
+from ...plan.device_lengths import TableLengths
+from ...plan.lengths import Lengths
+from ...plan.page_indices import Pages
+from ...variants.variant import Variant
+from ...wrappers.base import DECODE, PAGED, RAGGED, Attention
+from ...wrappers.plan_arguments import DecodeArguments, PrefillArguments
 from .layers import LayerKind, LayerOptions, variant_of
 
+SPLIT_TOKENS = 4096  # batch-invariant engines: requests are cut at multiples of this
 _LEAST_WORKSPACE = {"cuda": 32 << 20, "cpu": 1 << 20}
 MOST_TOKENS = 2**31 - 1  # of all requests together, with those that their pages have room for
 
@@ -52,10 +56,12 @@ class Use(enum.Enum):
     SUFFIX = "any rows after these tokens"
     RAGGED = "rows over the K and V of the same step"
     OWN_IN_GRAPH = "few rows a request over the K and V of the same step, captured"
+    TREE = "few rows a request, each of which sees its ancestors in a tree"
+    TREE_IN_GRAPH = "the same, captured"
 
     @property
     def is_graph(self) -> bool:
-        return self in (Use.DECODE_IN_GRAPH, Use.ROWS_IN_GRAPH, Use.OWN_IN_GRAPH)
+        return self in (Use.DECODE_IN_GRAPH, Use.ROWS_IN_GRAPH, Use.OWN_IN_GRAPH, Use.TREE_IN_GRAPH)
 
     @property
     def is_own(self) -> bool:
@@ -66,6 +72,10 @@ class Use(enum.Enum):
     def is_decode(self) -> bool:
         return self in (Use.DECODE, Use.DECODE_IN_GRAPH)
 
+    @property
+    def is_tree(self) -> bool:
+        return self in (Use.TREE, Use.TREE_IN_GRAPH)
+
 
 class TableRows(NamedTuple):
     """Lengths and block tables on the device."""
@@ -74,6 +84,7 @@ class TableRows(NamedTuple):
     tables: torch.Tensor  # [requests, pages] int32
     q_indptr: torch.Tensor | None  # [requests + 1] int32; None: one row a request
     max_rows: int
+    table_rows: torch.Tensor | None = None  # each request's row of the tables; None: 0, 1, 2, ...
 
 
 class Workspaces:
@@ -98,7 +109,12 @@ class Workspaces:
 
 
 class GroupPlans:
-    """The attention objects, which share a workspace."""
+    """The attention objects, which share a workspace.
+
+    Args:
+        tree: masks the rows of Use.TREE and Use.TREE_IN_GRAPH.
+        owner: the engine, for messages.
+    """
 
     def __init__(
         self,
@@ -106,10 +122,14 @@ class GroupPlans:
         sizes: GroupSizes,
         device: torch.device,
         workspaces: Workspaces | None = None,
+        *,
+        tree: Variant | None = None,
+        owner: str = "vLLM",
     ) -> None:
         self.layers, self.sizes, self.device = list(layers), sizes, device
         self.workspaces = Workspaces() if workspaces is None else workspaces
-        self.is_encoder = any(layer.is_encoder for layer in self.layers)  # vLLM puts no others into its group
+        self.is_encoder = any(layer.is_encoder for layer in self.layers)  # there are then no others in the group
+        self._tree, self._owner = tree, owner
         self._kinds = list(dict.fromkeys(layer.kind for layer in layers))
         self._attentions: dict[Use, dict[LayerKind, Attention]] = {}
         self._options: dict[Any, tuple[Options, RunOptions]] = {}
@@ -148,7 +168,7 @@ class GroupPlans:
                 rows.seq_lens,
                 rows.tables,
                 q_indptr=rows.q_indptr,
-                table_rows=None,
+                table_rows=rows.table_rows,
                 num_requests=None,
                 max_rows=rows.max_rows,
                 options=options,
@@ -157,6 +177,17 @@ class GroupPlans:
             if use.is_graph and (use, kind, is_causal) not in self._known_runs:
                 self._know_runs(attention, kind, is_causal)
                 self._known_runs.add((use, kind, is_causal))
+        return attentions
+
+    def plan_on_host(
+        self, q_indptr: torch.Tensor, lens: torch.Tensor, tables: torch.Tensor, is_causal: bool
+    ) -> dict[LayerKind, Attention]:
+        """Plans any rows from lengths on the host. Each request's pages begin where its row of the tables does."""
+        starts = torch.arange(len(lens) + 1, device="cpu") * tables.shape[1]
+        lengths, pages = Lengths(q_indptr, starts, None, lens), Pages(tables.reshape(-1))
+        attentions = self.of(Use.ROWS)
+        for kind, attention in attentions.items():
+            attention.plan(lengths, pages, *self.options(Use.ROWS, kind, is_causal))
         return attentions
 
     def _know_runs(self, attention: Attention, kind: LayerKind, is_causal: bool) -> None:
@@ -174,7 +205,7 @@ class GroupPlans:
             "sm_scale": values.sm_scale,
             "q_data_type": sizes.q_dtype,
             "kv_data_type": sizes.q_dtype if use.is_own else sizes.kv_dtype,
-            "own": {"variant": variant_of(kind, self.device)},
+            "own": {"variant": self._tree if use.is_tree else variant_of(kind, self.device)},
         }
         page_size = 0 if use is Use.RAGGED else 1 if use.is_own else sizes.page_size
         if sizes.split_tokens:
@@ -187,7 +218,9 @@ class GroupPlans:
 
     def _make(self, use: Use, kind: LayerKind) -> Attention:
         names = DECODE if use.is_decode else RAGGED if use is Use.RAGGED else PAGED
-        attention = Attention(self._workspace, is_graph=use.is_graph, names=names, owner="flashpage's vLLM backend")
+        attention = Attention(
+            self._workspace, is_graph=use.is_graph, names=names, owner=f"flashpage's {self._owner} backend"
+        )
         if use.is_graph:
             sizes = self.sizes
             requests = sizes.graph_requests if use.is_decode else min(sizes.max_requests, sizes.graph_rows)
@@ -210,6 +243,8 @@ class GroupPlans:
         steps = [(Use.ROWS, rows), (Use.ROWS, max(sizes.graph_rows, requests * sizes.few_rows)), (Use.DECODE, requests)]
         if self.is_encoder:
             steps = [(Use.RAGGED, rows)]
+        elif self._tree is not None:
+            steps.append((Use.TREE, max(sizes.graph_rows, requests * sizes.few_rows)))
         for kind in self._kinds:
             for use, count in steps:
                 options, _ = self.options(use, kind, not use.is_decode)

@@ -1,4 +1,4 @@
-"""The options of vLLM's attention layers: those that decide a plan, and those that a run gives."""
+"""The options of an engine's attention layers: those that decide a plan, and those that a run gives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....kernels.options import RunOptions, check_soft_cap, check_window
-from ....variants.variant import Variant
+from ...kernels.options import RunOptions, check_soft_cap, check_window
+from ...variants.variant import Variant
 
 
 class LayerKind(NamedTuple):

@@ -1,0 +1,1 @@
+"""The plans of a group of an engine's layers, and other parts that the plugins of vLLM and SGLang share."""

@@ -1,0 +1,40 @@
+"""Why no kernel serves an engine's layers, from the kernels' own rules, before a card is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...base.errors import FlashpageError
+from ...kernels import choose, devices
+from ...kernels.work import Problem
+from ...wrappers.plan_arguments import DecodeArguments, PrefillArguments
+
+
+def refusal(
+    head_dim: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, capability: tuple[int, int] | None
+) -> str | None:
+    """The reason why no kernel of cards with this compute capability takes such layers; None: one does.
+
+    Args:
+        capability: None for the CPU.
+    """
+    card = devices.CPU if capability is None else _card_of(*capability)
+    if card is None:
+        return None  # a card that no row names; the kernels are compiled for it, and its driver's numbers decide
+    types: dict[str, Any] = {"q_data_type": q_dtype, "kv_data_type": kv_dtype}
+    decode = DecodeArguments(1, 1, head_dim, page_size, **types)
+    prefill = PrefillArguments("paged", 1, 1, head_dim, page_size, causal=True, **types)
+    try:
+        for arguments, rows in ((decode, 1), (prefill, choose.MANY_ROWS)):
+            options, _ = arguments.checked()
+            choose.choose_for_card(Problem(options, rows), card)
+    except FlashpageError as error:
+        return f"flashpage: {error}"
+    return None
+
+
+def _card_of(major: int, minor: int) -> devices.Device | None:
+    """A row of the table of cards with this compute capability, which engines give without touching the card."""
+    return next((card for card in devices.CARDS if card.sm == major * 10 + minor), None)

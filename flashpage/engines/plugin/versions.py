@@ -1,0 +1,19 @@
+"""The versions of engines with which their plugins were tested."""
+
+from __future__ import annotations
+
+from ...base.warn import warn
+
+TESTED = {
+    "vllm": ("0.26.0", "0.32.0", "0.33.0"),
+    "sglang": ("0.5.15.post1", "0.5.23"),
+}
+
+
+def warn_if_untested(engine: str, version: str) -> None:
+    """Warns for a version outside of the table; a local part (0.33.0+cpu) does not count."""
+    if version.partition("+")[0] not in TESTED[engine]:
+        warn(
+            f"{engine} {version} is not among the versions that flashpage's backend for it was tested with "
+            f"({', '.join(TESTED[engine])}). Compare some outputs with another attention backend first."
+        )

@@ -1,0 +1,54 @@
+"""Groups of a model's layers: layers of one group see the same tokens in the same pages, and share plans."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..plugin.layers import LayerOptions
+from .support import check_layer
+
+
+class Tokens(enum.Enum):
+    """The tokens that a layer sees, by their places in SGLang's table of slots."""
+
+    ALL = "all tokens of a request"
+    WINDOW = "the tokens of a window, which have slots in a pool of their own"
+    DECODER = "the decoder's, after the encoder's"
+    ENCODER = "the encoder's"
+
+
+class Group(NamedTuple):
+    """The layers that share plans."""
+
+    tokens: Tokens
+    is_causal: bool
+
+
+def group_of(layer: Any, window_layers: set[int], has_encoder: bool) -> Group:
+    """The group of a RadixAttention layer. `window_layers`: numbers of the layers in the pool of windows."""
+    if layer.is_cross_attention:
+        return Group(Tokens.ENCODER, False)
+    is_causal = layer.attn_type.value != "encoder_only"
+    if layer.layer_id in window_layers:
+        return Group(Tokens.WINDOW, is_causal)
+    return Group(Tokens.DECODER if has_encoder else Tokens.ALL, is_causal)
+
+
+def options_of(layer: Any) -> LayerOptions:
+    """The options of a RadixAttention layer, whose window does not count the row's own token."""
+    check_layer(layer)
+    window = layer.sliding_window_size
+    return LayerOptions(
+        (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim),
+        layer.scaling,
+        window=window + 1 if window is not None and window >= 0 else None,
+        soft_cap=layer.logit_cap,
+    )
+
+
+def longest_window(layers: Sequence[LayerOptions]) -> int:
+    """The most tokens that a row sees, itself included; 0: all of them."""
+    windows = [layer.values[True].window_left + 1 for layer in layers]
+    return max(windows) if all(windows) else 0

@@ -1,0 +1,3 @@
+"""The name of the backend in SGLang."""
+
+NAME = "flashpage"

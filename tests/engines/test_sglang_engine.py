@@ -1,0 +1,78 @@
+"""Real SGLang engines on the CPU, in a process of their own, that find flashpage by its entry point.
+
+Needs the folders that `python tests/support/get_sglang.py` makes below build/engines; CI calls it before the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import get_sglang
+import pytest
+import tiny_model
+from entry_points import ROOT, write_entry_points
+from sglang_program import NEW_TOKENS
+
+SUPPORT = ROOT / "tests" / "support"
+TREE = get_sglang.ENGINES / f"sglang-{get_sglang.TREES[0]}"
+
+pytestmark = pytest.mark.slow
+
+
+def needs(*folders: Path) -> None:
+    for needed in folders:
+        if not needed.is_dir():
+            pytest.skip(f"{needed.relative_to(ROOT)} is missing: run `python tests/support/get_sglang.py`")
+
+
+def answers(folder: Path, engines: list[dict[str, Any]]) -> list[Any]:
+    """The tokens of each engine, all in one process."""
+    entries = write_entry_points(folder / "entries", "sglang.srt.plugins")
+    paths = entries, TREE, get_sglang.PACKAGES, ROOT, SUPPORT, SUPPORT / "sglang_tree"
+    job, out = folder / "job.json", folder / "out.json"
+    job.write_text(json.dumps({"prompts": tiny_model.prompts(), "engines": engines}))
+    given = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "FLASHPAGE_PROGRESS": "off",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, str(SUPPORT / "sglang_program.py"), str(job), str(out)]
+    done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[Any] = json.loads(out.read_text())
+    return found
+
+
+def test_tokens_equal_those_of_its_own_attention(tmp_path: Path) -> None:
+    """Prefixes shared through the radix cache, prompts in chunks next to decodes; a Llama against SGLang's attention in
+    torch, head_dim 80 and Gemma2 against transformers. Gemma2 has soft caps, and windows in every second layer, whose
+    tokens have the slots of all layers or their own."""
+    needs(TREE, get_sglang.PACKAGES)
+    llama, wide = (tiny_model.write(tmp_path / name.replace(" ", "-"), name) for name in ("llama", "head_dim 80"))
+    gemma2 = tiny_model.write_gemma2(tmp_path / "gemma2")
+    # SGLang reads another name of the activation; a soft cap of logits runs in Triton, and changes no greedy token.
+    changes: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "final_logit_softcapping": None}
+    own_pool = changes | {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]}
+    theirs, ours = ({"attention_backend": name} for name in ("torch_native", "flashpage"))
+    found = answers(
+        tmp_path,
+        [
+            {"model_path": str(llama), **theirs},
+            {"model_path": str(llama), **ours},
+            {"model_path": str(wide), **ours},
+            {"model_path": str(gemma2), **ours, "json_model_override_args": json.dumps(changes)},
+            {"model_path": str(gemma2), **ours, "json_model_override_args": json.dumps(own_pool)},
+        ],
+    )
+    assert [each["pool"] for each in found] == ["", *["MHATokenToKVPool"] * 3, "SWAKVPool"]
+    tokens = [each["tokens"] for each in found]
+    assert tokens[1] == tokens[0], "llama"
+    assert tokens[2] == tiny_model.expected_tokens(wide, NEW_TOKENS), "head_dim 80"
+    windows = tiny_model.expected_tokens(gemma2, NEW_TOKENS)
+    assert tokens[3] == windows, "windows"
+    assert tokens[4] == windows, "windows in their own pool"

@@ -1,0 +1,130 @@
+"""Real SGLang engines in a process of its own: `python sglang_program.py JOB.json OUT.json`.
+
+A job has `prompts`, and `engines`, each with options of `Engine`. SGLang's own kit of tests runs too. The output has
+each engine's tokens, and the class of the pool of tokens that our backend got; "" if the engine has another backend.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+NEW_TOKENS = 12
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "context_length": 512,
+    "chunked_prefill_size": 128,  # longer prompts come in chunks
+    "enable_mixed_chunk": True,  # next to decodes of others
+    "max_running_requests": 8,
+    "max_total_tokens": 4096,
+    "cuda_graph_backend_prefill": "disabled",
+    "cuda_graph_backend_decode": "disabled",
+    "log_level": "error",
+}
+
+
+def check_answers(model: str) -> None:
+    """What SGLang asks before a model is loaded, and its own lists of names."""
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+    from sglang.srt.utils.common import support_triton
+
+    assert not support_triton("flashpage")
+    usual = {"model_path": model, "device": "cpu", "attention_backend": "flashpage"}
+    arguments = ServerArgs(**usual, enable_deterministic_inference=True)
+    assert not arguments.disable_radix_cache
+    arguments.kv_cache_dtype = "fp4_e2m1"
+    try:
+        arguments.check_server_args()
+    except ValueError as error:
+        assert "--kv-cache-dtype fp4_e2m1" in str(error), error
+    else:
+        raise AssertionError("a cache of 4 bits was not refused")
+    factory = DraftBackendFactory.__new__(DraftBackendFactory)
+    vars(factory).update(draft_attn_backend="flashpage", speculative_num_steps=3, topk=1)
+    steps = {"triton": factory._create_triton_decode_backend}
+    factory.draft_model_runner = SimpleNamespace(use_mla_backend=True)  # refused by our backend: it was chosen
+    try:
+        factory._create_backend("decode_attention_backend", steps, "{backend_type} is unknown")
+    except ValueError as error:
+        assert "multi-head latent attention" in str(error), error
+    else:
+        raise AssertionError("a draft with latent attention was not refused")
+
+
+def check_kit() -> None:
+    """The cases of SGLang's own kit for its attention backends."""
+    from sglang.test.kits.attention_unittest.attention_methods import dense_attention as kit
+
+    lists = kit.make_dense_cases, kit.make_swa_no_prefix_input_config_cases, kit.make_swa_prefix_input_config_cases
+    cases = [case for make in lists for case in make("flashpage")]
+    assert len(cases) >= 14
+    for case in cases:
+        kit.run_dense_attention_case(unittest.TestCase(), case, device="cpu")
+
+
+def allow_window_pools() -> None:
+    """SGLang gives windows their own pool for few models, none of which is small. A model of a job gets one if its
+    configuration says so, whatever SGLang's list says."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    derive = ModelConfig._derive_hybrid_model
+
+    def derive_as_configured(self: Any) -> None:
+        self.disable_hybrid_swa_memory = False
+        derive(self)
+
+    ModelConfig._derive_hybrid_model = derive_as_configured
+
+
+def note_pools(path: Path) -> None:
+    """Our backend writes down its pool, also in the process of a scheduler."""
+    from flashpage.engines.sglang.backend import FlashpageBackend
+
+    make = FlashpageBackend.__init__
+
+    def make_and_note(self: Any, *args: Any, **given: Any) -> None:
+        make(self, *args, **given)
+        path.write_text(type(self.token_to_kv_pool).__name__)
+
+    FlashpageBackend.__init__ = make_and_note
+
+
+def main(job_path: str, out_path: str) -> None:
+    import sglang.srt.models.registry  # noqa: F401, models are imported once, and not in each process
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.plugins import load_plugins
+
+    # SGLang would start its processes from nothing, and each imports it again: a quarter of a minute for each.
+    multiprocessing.set_start_method("fork", force=True)
+    engine.mp.set_start_method = lambda *args, **given: None
+    with open(job_path) as file:
+        job = json.load(file)
+    load_plugins()
+    allow_window_pools()
+    pool = Path(out_path + ".pool")
+    note_pools(pool)
+    check_answers(job["engines"][0]["model_path"])
+    params = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    out = []
+    for options in job["engines"]:
+        found = engine.Engine(**OPTIONS | options)
+        answers = found.generate(input_ids=job["prompts"], sampling_params=params)
+        name = pool.read_text() if pool.exists() else ""
+        pool.unlink(missing_ok=True)
+        out.append({"tokens": [answer["output_ids"] for answer in answers], "pool": name})
+        found.shutdown()
+    check_kit()
+    with open(out_path, "w") as file:
+        json.dump(out, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
