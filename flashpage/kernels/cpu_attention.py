@@ -6,7 +6,7 @@ import itertools
 
 from ..base.dtypes import DType
 from .ahead import BF16, FP16, RAGGED, Ahead
-from .kernel import FLOAT, FP8, AttentionKernel, dtypes, types
+from .kernel import FLOAT, FP8, AttentionKernel, dtypes, latent_options, types
 from .spec import KernelSpec
 from .tile import Cost, Tile
 from .work import Work
@@ -44,15 +44,6 @@ def _head_dims(work: Work) -> str | None:
     return "; ".join(found) or None
 
 
-def _latent_options(work: Work) -> str | None:
-    options = work.options
-    if options.is_latent and options.kv_dtype.is_fp8:
-        return f"it reads no latent rows of {options.kv_dtype.value}"
-    if options.is_latent and work.rotates:
-        return "it does not rotate latent rows (pos_encoding_mode ROPE_LLAMA): rotate them before they are cached"
-    return None
-
-
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
     assert spec.tile is not None
     return (
@@ -78,7 +69,7 @@ KERNEL = AttentionKernel(
     header="flashpage/cpu/attention.h",
     cpp="flashpage::cpu::attention<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
-    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), _head_dims, _latent_options),
+    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), _head_dims, latent_options),
     tile=_tile,
     cost=_cost,
     traits=_traits,

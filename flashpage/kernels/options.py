@@ -19,7 +19,9 @@ _LONGEST = 2**30  # tokens: more than any context
 class Options:
     """Everything of a plan but its lengths; with the rows of a request, it decides the kernel and the schedule."""
 
-    kv_source: str  # paged | ragged | latent (pages of rows whose first head_dim_vo columns are V as well)
+    # paged | ragged | latent (pages of rows whose first head_dim_vo columns are V as well) | selected (such rows, but a
+    # row of q lists the tokens that it reads)
+    kv_source: str
     num_q_heads: int
     num_kv_heads: int
     head_dim_qk: int
@@ -36,6 +38,7 @@ class Options:
     has_mask: bool = False  # the mask alone decides what a row sees; causal is then False, as in FlashInfer
     variant: Any = None  # variants.Variant | None, compared by identity
     fixed_piece_tokens: int = SPLIT_BALANCED  # > 0: every request is cut at multiples of it, in any batch
+    latent_format: str = "plain"  # how latent rows are stored: plain (q's type) or latent_formats.py
     uniform_q_len: int = 0  # rows of every request, if all have the same number (decode); 0: the lengths give them
 
     @functools.cached_property
@@ -49,7 +52,7 @@ class Options:
 
     @property
     def is_latent(self) -> bool:
-        return self.kv_source == "latent"
+        return self.kv_source in ("latent", "selected")
 
     @property
     def halves(self) -> tuple[str, str]:

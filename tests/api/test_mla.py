@@ -10,6 +10,8 @@ import torch
 
 import flashpage
 from flashpage import CapabilityError, MLAPlanMetadata, PlanError, RunError
+from flashpage.kernels import choose, devices
+from flashpage.kernels.work import Problem
 
 CKV, KPE, HEADS, PAGE = 512, 64, 16, 16
 ROWS, TOKENS = (1, 3, 1), (40, 33, 5)
@@ -81,7 +83,7 @@ def test_ways_to_plan(form: str) -> None:
 
 
 def test_a_table_on_the_device_is_planned_there() -> None:
-    """On the CPU the same function is called; a card has no kernel for latent rows yet."""
+    """On the CPU the same function is called."""
     batch, wrapper = Batch(), wrapper_of()
     wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)
     wrapper._plan_tables(MLAPlanMetadata.dense(batch.q_indptr, batch.tables, batch.lens, 2))
@@ -214,13 +216,18 @@ def test_refused_runs() -> None:
     close(wrapper.run(*batch.parts()), batch.out)
 
 
-def test_other_cards_say_that_they_have_no_kernel() -> None:
-    from flashpage.kernels import choose, devices
-    from flashpage.kernels.work import Problem
-
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"q_data_type": torch.float32}, "q_data_type float32 is not among"),
+        ({"head_dim_ckv": 320}, "head_dim_ckv 320 is not a multiple of 64 up to 256, 384 or 512"),
+        ({"head_dim_kpe": 24}, "head_dim_kpe 24 is not a multiple of 16"),
+    ],
+    ids=["fp32", "ckv", "kpe"],
+)
+def test_what_cards_refuse(change: dict[str, Any], says: str) -> None:
     wrapper = wrapper_of()
-    wrapper.plan(metadata=Batch().csr(), **SIZES, **(OPTIONS | {"q_data_type": torch.bfloat16}))
-    problem = Problem(wrapper._options, 16)
-    assert choose.choose_for_card(problem, devices.H200).kernel.name == "latent_decode_sm90"
-    with pytest.raises(CapabilityError, match="no latent rows"):
-        choose.choose_for_card(problem, devices.named("A100"))
+    wrapper.plan(metadata=Batch().csr(), **(SIZES | OPTIONS | {"q_data_type": torch.bfloat16} | change))
+    for card in devices.CARDS:
+        with pytest.raises(CapabilityError, match=says):
+            choose.choose_for_card(Problem(wrapper._options, 16), card)

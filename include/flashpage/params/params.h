@@ -55,6 +55,7 @@ struct AttentionParams {
   i32 out_box_rows;    // rows of out in one box, counted as query_box_rows; 0: out is not stored by boxes
   i32 cta_rows;  // packed rows of a unit that one CTA has: a whole tile, or the largest number that consists of whole
                  // rows
+  float tail_scale;  // latent rows in fp8: the float scale of the columns that K alone has, relative to the others
 };
 
 // Values that a variant captured. The spec numbers the slots; strides are in elements.
