@@ -52,6 +52,7 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
         f"static constexpr int head_dim_qk = {spec.head_dim_qk}, head_dim_vo = {spec.head_dim_vo};",
         f"static constexpr int tile_q = {spec.tile.tile_q}, tile_kv = {spec.tile.tile_kv};",
         f"static constexpr flashpage::KvSource kv_source = flashpage::KvSource::{spec.kv_source};",
+        f"static constexpr flashpage::LatentFormat latent_format = flashpage::LatentFormat::{spec.latent_format};",
         f"static constexpr flashpage::MaskSource mask_source = flashpage::MaskSource::{spec.mask_source};",
         "static constexpr flashpage::PositionEncoding position_encoding =",
         f"    flashpage::PositionEncoding::{spec.position_encoding};",

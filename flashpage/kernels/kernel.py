@@ -136,7 +136,7 @@ def no_latent_rows(work: Work) -> str | None:
 
 
 def latent_options(work: Work) -> str | None:
-    """What no kernel does over latent rows."""
+    """Options that no kernel has over latent rows."""
     options = work.options
     if not options.is_latent:
         return None

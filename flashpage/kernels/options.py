@@ -10,6 +10,7 @@ from .. import native
 from ..base import checks
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, PlanError
+from . import latent_formats
 
 SPLIT_BALANCED, SPLIT_NEVER = 0, -1  # csrc/flashpage.h, fp_schedule::fixed_piece_tokens
 _LONGEST = 2**30  # tokens: more than any context
@@ -63,11 +64,20 @@ class Options:
     def half_dims(self) -> tuple[int, int]:
         """The numbers of columns of the two parts."""
         qk, vo = self.head_dim_qk, self.head_dim_vo
+        if self.packed_rows is not None:
+            return self.packed_rows.row_bytes, 0
         return (vo, qk - vo) if self.is_latent else (qk, vo)
+
+    @property
+    def packed_rows(self) -> latent_formats.PackedRows | None:
+        """The format of latent rows that hold their scales."""
+        return latent_formats.packed(self.latent_format)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's K and V for one head."""
+        if self.packed_rows is not None:
+            return self.packed_rows.row_bytes
         columns = self.head_dim_qk + (0 if self.is_latent else self.head_dim_vo)
         return columns * self.kv_dtype.size
 
@@ -164,6 +174,7 @@ def check_options(
     disable_split_kv: bool,
     uniform_q_len: Any = 0,
     chunk: Any = None,
+    latent_format: str = latent_formats.PLAIN,
 ) -> Options:
     """Checks every argument of `plan` except the lengths. Options that no kernel supports are refused later
     (choose.py)."""
@@ -187,6 +198,7 @@ def check_options(
         position_encoding=checks.position_encoding(pos_encoding_mode),
         has_mask=has_mask,
         variant=check_variant(variant),
+        latent_format=latent_format,
         fixed_piece_tokens=check_split(fixed_split_size, disable_split_kv, page_size or 1),
         uniform_q_len=checks.whole("q_len_per_req", uniform_q_len, 0),
     )

@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.warn import warn
+from ..kernels import latent_formats
 from ..plan.lengths import Names
 from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES
@@ -90,6 +91,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         skip_softmax: bool = False,
         enable_pdl: bool | None = None,
         use_sinks: bool = False,
+        kv_row_format: str | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         qo_indptr: torch.Tensor | None = None,
@@ -108,11 +110,15 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             page_size: tokens a page.
             causal: (None: False) row r of a request sees tokens up to kv_len - q_len + r.
             sm_scale: multiplies the scores; the model's, which no shape here tells.
-            q_data_type, kv_data_type, output_dtype: types of q, of the latent rows and of the output (None: q's).
+            q_data_type, kv_data_type, output_dtype: types of q, of the latent rows and of the output (None: q's). Rows
+                of float8_e4m3fn have scales, which are given at run.
             query_layout, kv_cache_layout: "split" (two tensors) or "packed" (one); run takes both at any time.
             lse_mode: "base2", "basee", or "none": base 2, if run returns an LSE all the same; None: base 2.
             enable_pdl: programmatic dependent launch of the runs; None: if the card has it.
             use_sinks: whether runs get sinks; run takes them at any time.
+            kv_row_format: fp8 rows that hold their scales, in one cache of bytes: "deepseek_v32" (656 bytes: 512 e4m3,
+                four fp32 scales, 64 bf16) or "deepseek_v4" (584 bytes: 448 e4m3, 64 bf16, and after all rows of a page
+                eight bytes of scales each; head_dim_ckv 512, head_dim_kpe 0). None: rows of kv_data_type.
             fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
                 the rest of the batch. None: balanced.
             disable_split_kv: no request is cut.
@@ -153,7 +159,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         elif not isinstance(metadata, MLAPlanMetadata):
             raise PlanError(f"metadata={checks.shown(metadata)}: pass MLAPlanMetadata.csr, dense or dual.")
         own = {"o_data_type": output_dtype, "fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv}
-        arguments = LatentArguments(**given, **own)
+        arguments = LatentArguments(**given, **own, kv_row_format=kv_row_format)
         if differ(arguments, self._arguments):
             self._check(arguments)
         self._now = self._planned
@@ -212,23 +218,47 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             query: q_nope and q_pe in one tensor [rows, heads, head_dim_ckv + head_dim_kpe], in place of them.
             kv_cache: both caches in one tensor [pages, page_size, head_dim_ckv + head_dim_kpe], in place of them.
             sinks: [heads] fp32, natural-log units, which join the denominator.
+            ckv_scale, kpe_scale: rows of float8_e4m3fn: what their elements are multiplied by (None: 1), numbers or
+                tensors of one float32.
+            ckv_scale_arr: in place of ckv_scale, float32 [pages, page_size, head_dim_ckv / 128], contiguous: one scale
+                for 128 columns of a token.
         """
         checks.refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, kv_len=kv_len, page_table=page_table)
-        checks.refuse_given(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+        scales = NO_SCALES
+        if not (ckv_scale is None and ckv_scale_arr is None and kpe_scale is None):
+            scales = self._scales(ckv_scale, ckv_scale_arr, kpe_scale)
         q = _joined(_pair("query", query, q_nope=q_nope, q_pe=q_pe))
-        cache = _pair("kv_cache", kv_cache, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+        cache = self._cache(kv_cache, ckv_cache, kpe_cache)
         return_lse = checks.flag("return_lse", return_lse, RunError)
         if return_lse_base_on_e is not False:
             checks.flag("return_lse_base_on_e", return_lse_base_on_e, RunError)
         run = self._attention.run_of("basee" if return_lse_base_on_e or self._lse_mode == "basee" else "base2")
         try:
             part = cache if len(cache) > 1 else cache[0]
-            return run(q, part, out, lse, return_lse, self._now, NO_SCALES, sinks, self._enable_pdl)
+            return run(q, part, out, lse, return_lse, self._now, scales, sinks, self._enable_pdl)
         except FlashpageError as error:
             error.use_names({"q": "q_nope and q_pe"} if query is None else {"q": "query"})
             packed = dict.fromkeys((*_CACHES, *_CACHES.values()), "kv_cache")
             error.use_names(_CACHES if kv_cache is None else packed)
+            error.use_names({"k_scale": "ckv_scale", "v_scale": "kpe_scale"})
             raise
+
+    def _scales(self, ckv: Any, ckv_of_tokens: Any, kpe: Any) -> tuple[Any, Any, Any]:
+        """The scales of fp8 rows, as those of q, K and V."""
+        if self._options.latent_format != latent_formats.SCALED:
+            checks.refuse_given(ckv_scale=ckv, ckv_scale_arr=ckv_of_tokens, kpe_scale=kpe)
+        if ckv is not None and ckv_of_tokens is not None:
+            raise RunError("ckv_scale and ckv_scale_arr are both given: pass one of them.")
+        return None, ckv if ckv_of_tokens is None else checks.tensor(ckv_of_tokens, "ckv_scale_arr", RunError), kpe
+
+    def _cache(self, whole: Any, ckv: Any, kpe: Any) -> tuple[torch.Tensor, ...]:
+        packed = self._options.packed_rows if self._planner.active else None
+        if packed is None:
+            return _pair("kv_cache", whole, ckv_cache=ckv, kpe_cache=kpe)
+        if kpe is not None or (whole is not None and ckv is not None):
+            raise RunError(f"rows of {packed.row_bytes} bytes are one cache: pass kv_cache alone.")
+        rows = checks.tensor(ckv if whole is None else whole, "kv_cache", RunError)
+        return (rows.view(torch.float8_e4m3fn) if rows.dtype in (torch.uint8, torch.int8) else rows,)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

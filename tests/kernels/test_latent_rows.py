@@ -7,6 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
+import latent_rows
 import pytest
 import torch
 from cases.case import Case
@@ -18,28 +19,38 @@ from tolerance import limits
 
 from flashpage import native
 from flashpage.base.dtypes import DType
-from flashpage.kernels import devices
+from flashpage.kernels import devices, latent_formats
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.work import Problem
 
 _MISTRAL: dict[str, Any] = {"head_dim": 320, "head_dim_vo": 256, "num_q_heads": 24, "causal": True, "page_size": 1}
+_MISTRAL["q_dtype"] = "float16"
+_E4M3: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
 
 # Names of cards are part of a case, because their shared memory decides the tile.
 CASES = [
     ("A100", latent_case("rows-16", "tile edges", (1,) * 8, (0, 1, 31, 32, 33, 64, 65, 130))),
     ("A100", latent_case("rows-32", "a shorter last unit", (1, 3), (40, 90), num_q_heads=20, causal=True, page_size=3)),
     ("A100", latent_case("rows-64", "two units of a row", (1,), (70,), num_q_heads=80, cache="gapped", sinks=True)),
-    ("A10", latent_case("less-memory", "Mistral's rows, 16 a tile", (2,), (60,), q_dtype="float16", **_MISTRAL)),
+    ("A10", latent_case("less-memory", "Mistral's rows, 16 a tile", (2,), (60,), **_MISTRAL)),
     ("A100", latent_case("scale", "a negative scale", (1,), (50,), sm_scale=-0.1)),
+    ("A10", latent_case("v32", "rows of 656 bytes", (1, 1), (70, 20), row_format="deepseek_v32-uneven", page_size=3)),
+    ("A100", latent_case("v4", "rows of 584 bytes", (2,), (40,), row_format="deepseek_v4", head_dim=512, causal=True)),
+    ("A10", latent_case("tokens", "scales of tokens, fp16", (1,), (70,), row_format="tokens", **_E4M3, **_MISTRAL)),
+    ("A10", latent_case("numbers", "scales of all tokens", (1,), (40,), row_format="numbers", **_E4M3, **_MISTRAL)),
+    ("A10", latent_case("tensors", "the same in memory", (1,), (40,), row_format="tensors", **_E4M3, **_MISTRAL)),
 ]
 
 
 def spec_of(case: Case, card: str) -> KernelSpec:
     q, kv, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type, case.out_type))
+    head_dims = (case.value_dim, case.head_dim - case.value_dim)
+    stored = None if case.packed_format else kv
+    row_format, found = latent_formats.check_format(case.packed_format or None, stored, head_dims)
     sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
-    options = Options("latent", *sizes, q, kv, out, causal=case.causal)
+    options = Options("latent", *sizes, q, found or kv, out, causal=case.causal, latent_format=row_format)
     spec = choose_for_card(Problem(options, case.num_q_heads * max(case.q_lens)), devices.named(card)).spec
     assert spec.kernel == "attention_sm80"
     return spec
@@ -76,6 +87,8 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
     for view, half in ((params.k, first), (params.v, second)):
         view.data = half.data_ptr()
         view.page_stride, view.token_stride = half.stride()[:2]
+    scales = latent_rows.run_arguments(case, inputs.cache, "cpu")
+    set_scales(params, **scales)
     args = native.VariantArgs()
     library = ctypes.CDLL(str(shared_library("latent_rows.cpp", first_include="hopper", flags=traits_flags(spec))))
     library.run_latent_rows(ctypes.byref(params), ctypes.byref(args), planned.num_ctas)
@@ -95,6 +108,27 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
         flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type] }",)
         ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
     return out, lse
+
+
+def set_scales(
+    params: native.AttentionParams, ckv_scale: Any = None, kpe_scale: Any = 1.0, ckv_scale_arr: Any = None
+) -> None:
+    """As Binding does."""
+    params.tail_scale = 1.0
+    if isinstance(ckv_scale, float):
+        params.score_scale, params.value_scale, params.tail_scale = (
+            params.score_scale * ckv_scale,
+            ckv_scale,
+            1 / ckv_scale,
+        )
+    elif ckv_scale is not None:
+        params.k_scale = ckv_scale.data_ptr()
+    if ckv_scale_arr is not None:
+        params.k_scale, params.k_scale_stride = ckv_scale_arr.data_ptr(), 1
+    if isinstance(kpe_scale, float):
+        params.tail_scale *= kpe_scale
+    else:
+        params.v_scale = kpe_scale.data_ptr()
 
 
 def check(case: Case, card: str, cut: int = 0) -> None:

@@ -302,7 +302,15 @@ def latents(draw: st.DrawFn, chosen: list[Format]) -> Case:
     q_lens = draw(st.lists(st.sampled_from([0, 1, 1, 2, 17]), min_size=count, max_size=count))
     q_lens, kv_lens = small(tuple(q_lens), draw(lengths(count, 400)), heads)
     dims = dict(zip(("head_dim", "head_dim_vo"), draw(st.sampled_from([(576, 512), (320, 256)])), strict=True))
+    stored = draw(st.sampled_from(["", "", "numbers", "tokens", "deepseek_v32", "deepseek_v4"]))
+    dims |= {"row_format": stored, "kv_dtype": "float8_e4m3fn" if stored else ""}
+    dims |= {
+        "deepseek_v32": {"head_dim": 576, "head_dim_vo": 512},
+        "deepseek_v4": {"head_dim": 512, "head_dim_vo": 0},
+    }.get(stored, {})
     cache = draw(st.sampled_from(["interleaved", "tuple", "gapped"]))
+    if stored == "deepseek_v4":
+        cache = "tuple"
     options = {"causal": draw(st.booleans()), "q_strides": draw(st.sampled_from(["contiguous", "split"]))}
     options |= {"page_size": draw(st.sampled_from([1, 3, 16, 64])), "sinks": draw(st.booleans()), "cache": cache}
     options["outputs"] = draw(st.sampled_from(["given", "strided", "returned", "no_lse"]))

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import latent_rows
 import torch
 from caches import poison
 from cases.case import Case
@@ -193,7 +194,8 @@ class Runner:
             causal=case.causal,
             sm_scale=case.score_scale,
             q_data_type=getattr(torch, case.q_dtype),
-            kv_data_type=getattr(torch, case.kv_type),
+            kv_data_type=None if case.packed_format else getattr(torch, case.kv_type),
+            kv_row_format=case.packed_format or None,
             output_dtype=case.o_dtype or None,
             fixed_split_size=case.fixed_split_size or None,
             disable_split_kv=case.disable_split_kv,
@@ -203,7 +205,11 @@ class Runner:
         if case.q_strides == "split":
             parts = [part.contiguous() for part in parts]
         caches = [half.squeeze(2) for half in inputs.cache.argument(self.device)]
-        extra = {} if inputs.sinks is None else {"sinks": inputs.sinks.to(self.device)}
+        extra = latent_rows.run_arguments(case, inputs.cache, self.device)
+        if case.packed_format:
+            parts, caches, extra = [], [], {"query": q, "kv_cache": caches[0]}
+        if inputs.sinks is not None:
+            extra["sinks"] = inputs.sinks.to(self.device)
         if case.outputs in ("given", "strided"):
             given = self.make_outputs()
             wrapper.run(*parts, *caches, out=given.out, lse=given.lse, return_lse=True, **extra)
