@@ -52,6 +52,15 @@ class Options:
         return self.kv_source != "ragged"
 
     @property
+    def is_selected(self) -> bool:
+        return self.kv_source == "selected"
+
+    @property
+    def page_span(self) -> int:
+        """Tokens of one entry of the page numbers or, if rows list their tokens, of the lists; 0: ragged."""
+        return 1 if self.is_selected else self.page_size
+
+    @property
     def is_latent(self) -> bool:
         return self.kv_source in ("latent", "selected")
 
@@ -199,7 +208,9 @@ def check_options(
         has_mask=has_mask,
         variant=check_variant(variant),
         latent_format=latent_format,
-        fixed_piece_tokens=check_split(fixed_split_size, disable_split_kv, page_size or 1),
+        fixed_piece_tokens=check_split(
+            fixed_split_size, disable_split_kv, 1 if kv_source == "selected" else page_size or 1
+        ),
         uniform_q_len=checks.whole("q_len_per_req", uniform_q_len, 0),
     )
 

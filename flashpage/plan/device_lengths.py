@@ -46,7 +46,7 @@ class TableLengths:
                 f"table_rows has {len(table_rows)} entries but seq_lens {self.batch}: pass one for each request."
             )
         self.tables = _check_tables(block_tables, self.batch if table_rows is None else 1, device)
-        self.page_size, self.rows_a_request = options.page_size, options.uniform_q_len
+        self.page_size, self.rows_a_request = options.page_span, options.uniform_q_len
         if q_indptr is not None:
             _entries(q_indptr, "qo_indptr", device, (torch.int32,))
             if batch_of(q_indptr, "qo_indptr") != self.batch:
@@ -75,7 +75,7 @@ class TableLengths:
             batch=self.batch,
             q_len_per_request=options.uniform_q_len,
             max_rows=self.max_rows,
-            page_size=options.page_size,
+            page_size=options.page_span,
         )
         self.address = ctypes.addressof(self.struct)
 

@@ -7,19 +7,17 @@ import functools
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.warn import warn
-from ..kernels import latent_formats
 from ..plan.lengths import Names
 from ..plan.page_indices import Pages
-from ..run.checks import NO_SCALES
 from .adapter import Adapter
 from .engine_access.attributes import Buffer, Written, array_of_plan
 from .engine_access.cached_module import LatentPlanModule
 from .latent_batch import MLAPlanMetadata
+from .latent_run import caches_of, joined_query, scales_of, use_run_names
 from .plan_arguments import LatentArguments, differ
 
 _LATENT = Names("qo_indptr", "kv_indptr", "kv_len_arr", "kv_len_arr", "kv_indices")
@@ -29,8 +27,6 @@ _FLAT = (
     *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe"),
     *("page_size", "causal", "sm_scale", "q_data_type", "kv_data_type", "use_profiler"),
 )
-# The callers' names for the inner interface's cache.
-_CACHES = {"k": "ckv_cache", "v": "kpe_cache", "paged_kv_cache": "ckv_cache"}
 
 
 class BatchMLAPagedAttentionWrapper(Adapter):
@@ -224,11 +220,10 @@ class BatchMLAPagedAttentionWrapper(Adapter):
                 for 128 columns of a token.
         """
         checks.refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, kv_len=kv_len, page_table=page_table)
-        scales = NO_SCALES
-        if not (ckv_scale is None and ckv_scale_arr is None and kpe_scale is None):
-            scales = self._scales(ckv_scale, ckv_scale_arr, kpe_scale)
-        q = _joined(_pair("query", query, q_nope=q_nope, q_pe=q_pe))
-        cache = self._cache(kv_cache, ckv_cache, kpe_cache)
+        options = self._options if self._planner.active else None
+        scales = scales_of(options, ckv_scale, ckv_scale_arr, kpe_scale)
+        q = joined_query(query, q_nope, q_pe)
+        cache = caches_of(options, kv_cache, ckv_cache, kpe_cache)
         return_lse = checks.flag("return_lse", return_lse, RunError)
         if return_lse_base_on_e is not False:
             checks.flag("return_lse_base_on_e", return_lse_base_on_e, RunError)
@@ -237,28 +232,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             part = cache if len(cache) > 1 else cache[0]
             return run(q, part, out, lse, return_lse, self._now, scales, sinks, self._enable_pdl)
         except FlashpageError as error:
-            error.use_names({"q": "q_nope and q_pe"} if query is None else {"q": "query"})
-            packed = dict.fromkeys((*_CACHES, *_CACHES.values()), "kv_cache")
-            error.use_names(_CACHES if kv_cache is None else packed)
-            error.use_names({"k_scale": "ckv_scale", "v_scale": "kpe_scale"})
+            use_run_names(error, query is not None, kv_cache is not None)
             raise
-
-    def _scales(self, ckv: Any, ckv_of_tokens: Any, kpe: Any) -> tuple[Any, Any, Any]:
-        """The scales of fp8 rows, as those of q, K and V."""
-        if self._options.latent_format != latent_formats.SCALED:
-            checks.refuse_given(ckv_scale=ckv, ckv_scale_arr=ckv_of_tokens, kpe_scale=kpe)
-        if ckv is not None and ckv_of_tokens is not None:
-            raise RunError("ckv_scale and ckv_scale_arr are both given: pass one of them.")
-        return None, ckv if ckv_of_tokens is None else checks.tensor(ckv_of_tokens, "ckv_scale_arr", RunError), kpe
-
-    def _cache(self, whole: Any, ckv: Any, kpe: Any) -> tuple[torch.Tensor, ...]:
-        packed = self._options.packed_rows if self._planner.active else None
-        if packed is None:
-            return _pair("kv_cache", whole, ckv_cache=ckv, kpe_cache=kpe)
-        if kpe is not None or (whole is not None and ckv is not None):
-            raise RunError(f"rows of {packed.row_bytes} bytes are one cache: pass kv_cache alone.")
-        rows = checks.tensor(ckv if whole is None else whole, "kv_cache", RunError)
-        return (rows.view(torch.float8_e4m3fn) if rows.dtype in (torch.uint8, torch.int8) else rows,)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -273,35 +248,3 @@ def _by_position(flat: tuple[Any, ...]) -> dict[str, Any]:
     given = dict(zip(_FLAT, flat, strict=False))
     checks.refuse_given(use_profiler=given.pop("use_profiler", None))
     return given
-
-
-def _pair(name: str, whole: torch.Tensor | None, **parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """One tensor, or two of which the second has columns."""
-    names = " and ".join(parts)
-    if whole is not None:
-        if any(part is not None for part in parts.values()):
-            raise RunError(f"{name} and {names} are both given: pass one tensor, or two.")
-        return (whole,)
-    first, second = (checks.tensor(part, part_name, RunError) for part_name, part in parts.items())
-    if first.dim() != 3 or second.shape[:-1] != first.shape[:-1]:
-        raise RunError(f"{names} have shapes {tuple(first.shape)} and {tuple(second.shape)}: pass equal leading sizes.")
-    if first.dtype != second.dtype:
-        raise RunError(f"{names} have dtypes {first.dtype} and {second.dtype}: pass equal types.")
-    return (first, second) if second.shape[-1] else (first,)
-
-
-def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The parts side by side: in place if their memory is, otherwise copied."""
-    first, second = parts[0], parts[-1]
-    if first is second:
-        return first
-    shape = (*first.shape[:-1], first.shape[-1] + second.shape[-1])
-    is_one = (
-        not is_dynamo_compiling()
-        and first.stride() == second.stride()
-        and first.dtype == second.dtype
-        and first.is_neg() == second.is_neg()
-        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
-        and first.storage_offset() + first.shape[-1] == second.storage_offset()
-    )
-    return first.as_strided(shape, first.stride()) if is_one else torch.cat(parts, -1)

@@ -360,7 +360,7 @@ _RUN_SCHEMA = (
     "float? q_scale, float? k_scale, float? v_scale, Tensor? q_scales, Tensor? k_scales, Tensor? v_scales, "
     "Tensor? sinks, bool? enable_pdl) -> ()"
 )
-_SOURCES = "paged", "ragged", "latent"  # Options.kv_source
+_SOURCES = "paged", "ragged", "latent", "selected"  # Options.kv_source
 _OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
     *((f"run_{kv}{kind}", _RUN_SCHEMA, _run, _nothing) for kv in _SOURCES for kind in ("", "_captured")),
     (

@@ -150,6 +150,7 @@ class LatentArguments(NamedTuple):
     o_data_type: Any = None
     fixed_split_size: Any = None
     disable_split_kv: Any = False
+    is_selected: bool = False  # each row lists its tokens
 
     def checked(self) -> tuple[Options, RunOptions]:
         """The options, and the values that runs use."""
@@ -160,7 +161,8 @@ class LatentArguments(NamedTuple):
         given = None if self.kv_data_type is None else checks.dtype("kv_data_type", self.kv_data_type)
         latent_format, kv_dtype = check_format(self.kv_row_format, given, (ckv, kpe))
         options = check_options(
-            kv_source="latent",
+            kv_source="selected" if self.is_selected else "latent",
+            uniform_q_len=int(self.is_selected),
             num_qo_heads=checks.whole("num_heads", self.num_heads, 1),
             num_kv_heads=1,
             head_dim_qk=ckv + kpe,

@@ -38,6 +38,11 @@ CASES = [
     ("A100", latent_case("scale", "a negative scale", (1,), (50,), sm_scale=-0.1)),
     ("A10", latent_case("v32", "rows of 656 bytes", (1, 1), (70, 20), row_format="deepseek_v32-uneven", page_size=3)),
     ("A100", latent_case("v4", "rows of 584 bytes", (2,), (40,), row_format="deepseek_v4", head_dim=512, causal=True)),
+    ("A100", latent_case("selected", "lists with gaps", (2, 3), (40, 30), selected="padded", sinks=True)),
+    (
+        "A10",
+        latent_case("selected-v32", "of 656 bytes", (1, 2), (60, 9), selected="lengths", row_format="deepseek_v32"),
+    ),
     ("A10", latent_case("tokens", "scales of tokens, fp16", (1,), (70,), row_format="tokens", **_E4M3, **_MISTRAL)),
     ("A10", latent_case("numbers", "scales of all tokens", (1,), (40,), row_format="numbers", **_E4M3, **_MISTRAL)),
     ("A10", latent_case("tensors", "the same in memory", (1,), (40,), row_format="tensors", **_E4M3, **_MISTRAL)),
@@ -50,7 +55,8 @@ def spec_of(case: Case, card: str) -> KernelSpec:
     stored = None if case.packed_format else kv
     row_format, found = latent_formats.check_format(case.packed_format or None, stored, head_dims)
     sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
-    options = Options("latent", *sizes, q, found or kv, out, causal=case.causal, latent_format=row_format)
+    source = "selected" if case.selected else "latent"
+    options = Options(source, *sizes, q, found or kv, out, causal=case.causal, latent_format=row_format)
     spec = choose_for_card(Problem(options, case.num_q_heads * max(case.q_lens)), devices.named(card)).spec
     assert spec.kernel == "attention_sm80"
     return spec
@@ -61,7 +67,16 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
     q, (first, second) = torch.cat(inputs.q), (half.squeeze(2) for half in inputs.cache.argument("cpu"))
     out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
     lse = torch.full((len(q), case.num_q_heads), math.nan)
-    planned, sinks = plan_of(case, inputs, spec.rows, cut), inputs.sinks
+    indices, sinks, planned_case, planned_inputs = inputs.indices, inputs.sinks, case, inputs
+    if case.selected:  # each row is a request of the plan, and its list the pages
+        assert inputs.masks is not None
+        indices, lengths = latent_rows.lists(case, inputs.indptr, indices, inputs.masks)
+        rows, topk = indices.shape
+        lens = (topk,) * rows if lengths is None else tuple(lengths.tolist())
+        planned_case = dataclasses.replace(case, q_lens=(1,) * rows, kv_lens=lens)
+        starts = torch.arange(rows + 1)
+        planned_inputs = dataclasses.replace(inputs, qo_indptr=starts, indptr=starts * topk)
+    planned = plan_of(planned_case, planned_inputs, spec.rows, cut)
     params = native.AttentionParams(
         q=q.data_ptr(),
         out=out.data_ptr(),
@@ -70,7 +85,7 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
         q_head_stride=q.stride(1),
         out_row_stride=out.stride(0),
         out_head_stride=out.stride(1),
-        kv_indices=inputs.indices.data_ptr(),
+        kv_indices=indices.data_ptr(),
         plan=planned.data.ctypes.data,
         partial_out=planned.partial_out.data_ptr(),
         partial_lse=planned.partial_lse.data_ptr(),

@@ -181,25 +181,30 @@ class Runner:
         workspace = poison(
             torch.empty(WORKSPACE_BYTES[self.device.split(":")[0]], dtype=torch.uint8, device=self.device)
         )
-        wrapper = self.library.BatchMLAPagedAttentionWrapper(workspace)
-        poison(wrapper._int_workspace_buffer)
-        wrapper.plan(
-            metadata=self.library.MLAPlanMetadata.csr(
-                inputs.qo_indptr, inputs.indptr, inputs.indices.to(self.device), torch.tensor(case.kv_lens)
-            ),
-            num_heads=case.num_q_heads,
-            head_dim_ckv=case.value_dim,
-            head_dim_kpe=case.head_dim - case.value_dim,
-            page_size=case.page_size,
-            causal=case.causal,
-            sm_scale=case.score_scale,
-            q_data_type=getattr(torch, case.q_dtype),
-            kv_data_type=None if case.packed_format else getattr(torch, case.kv_type),
-            kv_row_format=case.packed_format or None,
-            output_dtype=case.o_dtype or None,
-            fixed_split_size=case.fixed_split_size or None,
-            disable_split_kv=case.disable_split_kv,
-        )
+        options = {
+            "num_heads": case.num_q_heads,
+            "head_dim_ckv": case.value_dim,
+            "head_dim_kpe": case.head_dim - case.value_dim,
+            "page_size": case.page_size,
+            "sm_scale": case.score_scale,
+            "q_data_type": getattr(torch, case.q_dtype),
+            "kv_data_type": None if case.packed_format else getattr(torch, case.kv_type),
+            "kv_row_format": case.packed_format or None,
+            "output_dtype": case.o_dtype or None,
+            "fixed_split_size": case.fixed_split_size or None,
+            "disable_split_kv": case.disable_split_kv,
+        }
+        if case.selected:
+            assert inputs.masks is not None
+            wrapper = self.library.BatchMLASparseAttentionWrapper(workspace)
+            indices, lengths = latent_rows.lists(case, inputs.indptr, inputs.indices, inputs.masks)
+            wrapper.plan(indices.to(self.device), lengths, **options)
+        else:
+            wrapper = self.library.BatchMLAPagedAttentionWrapper(workspace)
+            poison(wrapper._int_workspace_buffer)
+            pages = (inputs.indptr, inputs.indices.to(self.device), torch.tensor(case.kv_lens))
+            metadata = self.library.MLAPlanMetadata.csr(inputs.qo_indptr, *pages)
+            wrapper.plan(metadata=metadata, causal=case.causal, **options)
         q = self.q()
         parts = [q[..., : case.value_dim], q[..., case.value_dim :]]
         if case.q_strides == "split":

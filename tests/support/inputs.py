@@ -66,7 +66,7 @@ def make_inputs(case: Case) -> Inputs:
         k = latent_rows.exact(case, k)
         v = [row[..., : case.value_dim] for row in k]
     shapes = zip(case.q_lens, case.kv_lens, strict=True)
-    masks = [_mask(case.mask_kind, *shape, generator) for shape in shapes] if case.mask else None
+    masks = [_mask(case.mask_kind, *shape, generator) for shape in shapes] if case.mask or case.selected else None
     sinks = torch.randn(case.num_q_heads, generator=generator) if case.sinks else None
     return assemble(case, q, k, v, masks, sinks)
 

@@ -113,3 +113,23 @@ def _packed(case: Case, rows: torch.Tensor) -> torch.Tensor:
         exponents = torch.cat([blocks.log2() + _EXPONENT_BIAS, torch.full((len(rows), 1), 255.0)], 1).to(torch.uint8)
         return torch.cat([numbers, rest, exponents], 1)[:, None]
     return torch.cat([numbers, blocks.contiguous().view(torch.uint8), rest], 1)[:, None]
+
+
+def lists(case: Case, indptr: torch.Tensor, indices: torch.Tensor, masks: list[torch.Tensor]) -> tuple[Any, Any]:
+    """The tokens that each row of q sees by its mask, as places in the cache, [rows, topk], and topk_length or None."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for request, mask in enumerate(masks):
+        pages = indices[indptr[request] : indptr[request + 1]]
+        for row in mask:
+            tokens = row.nonzero().flatten()[torch.randperm(int(row.sum()), generator=generator)]
+            found.append(pages[tokens // case.page_size] * case.page_size + tokens % case.page_size)
+    topk = max(map(len, found), default=0) + 7
+    if case.selected == "lengths":
+        listed = torch.full((len(found), topk), 2**31 - 1, dtype=torch.int32)
+        for row, slots in zip(listed, found, strict=True):
+            row[: len(slots)] = slots
+        return listed, torch.tensor([len(slots) for slots in found], dtype=torch.int32)
+    listed = torch.full((len(found), topk), -1, dtype=torch.int32)
+    for row, slots in zip(listed, found, strict=True):
+        row[torch.randperm(topk, generator=generator)[: len(slots)]] = slots.int()
+    return listed, None

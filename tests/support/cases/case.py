@@ -27,6 +27,9 @@ class Case:
     q_dtype: str = "bfloat16"
     kv_dtype: str = ""  # "": q's
     o_dtype: str = ""  # "": not given: q's, or bfloat16 if that is fp8
+    # each row of q lists the tokens that it sees: padded (entries of -1) | lengths (entries after topk_length are not
+    # read); "": all tokens
+    selected: str = ""
     # latent rows in fp8: numbers | tensors | tokens (their scales), deepseek_v32, deepseek_v4; + "-uneven": scales that
     # are no powers of two
     row_format: str = ""

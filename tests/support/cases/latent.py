@@ -33,6 +33,20 @@ def _fp8_rows() -> list[Case]:
     ]
 
 
+def _selected_rows() -> list[Case]:
+    batch, v32 = ((1, 4, 0, 3), (130, 70, 3, 0)), {"row_format": "deepseek_v32"}
+    return [
+        latent_case("selected", "lists with gaps", *batch, selected="padded"),
+        latent_case("selected-lengths", "lists of known lengths", *batch, selected="lengths", sinks=True, page_size=3),
+        latent_case("selected-two", "two tensors", *batch, selected="padded", cache="gapped", num_q_heads=40),
+        latent_case("selected-cut", "one long list is cut", (1,), (5000,), selected="lengths", num_q_heads=128),
+        latent_case("selected-split", "cut at multiples", *batch, selected="padded", fixed_split_size=32),
+        latent_case("selected-v32", "rows of 656 bytes", *batch, selected="padded", outputs="no_lse", **v32),
+        latent_case("selected-v32-page-64", "the same", *batch, selected="lengths", page_size=64, **v32),
+        latent_case("selected-prefill", "many rows", (90,), (120,), selected="lengths", mask_kind="past"),
+    ]
+
+
 def rows() -> list[Case]:
     edges, ones = TILE_EDGES, (1,) * len(TILE_EDGES)
     return [
@@ -64,5 +78,6 @@ def rows() -> list[Case]:
         latent_case("256-64", "Mistral's rows", (1, 5), (90, 130), head_dim=320, head_dim_vo=256, causal=True),
         latent_case("512-0", "rows without a tail (Kimi K3)", (1, 5), (90, 130), head_dim=512, causal=True),
         *_fp8_rows(),
+        *_selected_rows(),
         latent_case("512-0-packed", "the same in one tensor", (1, 5), (90, 130), head_dim=512, cache="interleaved"),
     ]
