@@ -39,25 +39,40 @@ struct ScaledLatent {
   using Rest = E4m3;
   using Scale = float;
 
-  FP_HOST_DEVICE static LatentParts find(const AttentionParams& params, const CacheSlot& slot) {
+  template <class Params>
+  FP_HOST_DEVICE static LatentParts find(const Params& params, const CacheSlot& slot) {
     const float* scales = params.k_scale;
     if (params.k_scale_stride) scales += (slot.page * params.page.divisor + slot.in_page) * num_scales;
     return {byte_row(params.k, slot), byte_row(params.v, slot), reinterpret_cast<const u8*>(scales)};
   }
-  FP_HOST_DEVICE static bool has_scales(const AttentionParams& params) { return params.k_scale_stride != 0; }
-  FP_HOST_DEVICE static float common_scale(const AttentionParams& params) {
+  template <class Params>
+  FP_HOST_DEVICE static bool has_scales(const Params& params) {
+    return params.k_scale_stride != 0;
+  }
+  template <class Params>
+  FP_HOST_DEVICE static float common_scale(const Params& params) {
     return params.k_scale && !params.k_scale_stride ? *params.k_scale : 1.f;
   }
-  FP_HOST_DEVICE static float rest_scale(const AttentionParams& params) {
+  template <class Params>
+  FP_HOST_DEVICE static float rest_scale(const Params& params) {
     return params.v_scale ? params.tail_scale * *params.v_scale : params.tail_scale;
   }
 };
 
 // Formats whose rows hold all of their parts.
 struct SelfContainedLatent {
-  FP_HOST_DEVICE static bool has_scales(const AttentionParams&) { return true; }
-  FP_HOST_DEVICE static float common_scale(const AttentionParams&) { return 1.f; }
-  FP_HOST_DEVICE static float rest_scale(const AttentionParams&) { return 1.f; }
+  template <class Params>
+  FP_HOST_DEVICE static bool has_scales(const Params&) {
+    return true;
+  }
+  template <class Params>
+  FP_HOST_DEVICE static float common_scale(const Params&) {
+    return 1.f;
+  }
+  template <class Params>
+  FP_HOST_DEVICE static float rest_scale(const Params&) {
+    return 1.f;
+  }
 };
 
 // DeepSeek V3.2 and GLM-5, 656 bytes: 512 e4m3, four fp32 scales, 64 bf16.
@@ -67,7 +82,8 @@ struct DeepseekV32Latent : SelfContainedLatent {
   using Rest = Bf16;
   using Scale = float;
 
-  FP_HOST_DEVICE static LatentParts find(const AttentionParams& params, const CacheSlot& slot) {
+  template <class Params>
+  FP_HOST_DEVICE static LatentParts find(const Params& params, const CacheSlot& slot) {
     const u8* row = byte_row(params.k, slot);
     return {row, row + 528, row + 512};
   }
@@ -81,7 +97,8 @@ struct DeepseekV4Latent : SelfContainedLatent {
   using Rest = Bf16;
   using Scale = PowerOfTwo;
 
-  FP_HOST_DEVICE static LatentParts find(const AttentionParams& params, const CacheSlot& slot) {
+  template <class Params>
+  FP_HOST_DEVICE static LatentParts find(const Params& params, const CacheSlot& slot) {
     const u8* page = static_cast<const u8*>(params.k.data) + slot.page * params.k.page_stride;
     const u8* row = page + slot.in_page * 576;
     return {row, row + 448, page + params.page.divisor * 576 + slot.in_page * 8};

@@ -127,6 +127,24 @@ struct AppendParams {
   FastDiv page;
 };
 
+// append_latent: token i of ckv and kpe goes to position positions[i] of request batch_indices[i], in fp8
+// (params/latent_format.h).
+struct AppendLatentParams {
+  const void* ckv;                     // [nnz, head_dim_vo]
+  const void* kpe;                     // [nnz, head_dim_qk - head_dim_vo]; null: there are no such columns
+  i64 ckv_row_stride, kpe_row_stride;  // elements
+  KvView k, v;                         // the cache (written), as in AttentionParams
+  const float* k_scale;                // one value or, with k_scale_stride 1, the scales of tokens (written)
+  const float* v_scale;                // one value; null: 1
+  const i32* batch_indices;            // [nnz]
+  const i32* positions;                // [nnz]
+  const i32* kv_indptr;                // [batch + 1]
+  const i32* kv_indices;
+  i32 nnz, k_scale_stride;
+  float shared_scale, tail_scale;  // the float scales of both parts
+  FastDiv page;
+};
+
 // gather_rows: copies K and V of pages [first, first + count) of kv_indices, one token each, to consecutive rows.
 // Elements have 16 bits; rows of the cache start on 16 bytes.
 struct GatherRowsParams {
