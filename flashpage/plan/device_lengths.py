@@ -61,7 +61,7 @@ class TableLengths:
         self.max_rows = max_rows if q_indptr is not None else self.batch * options.uniform_q_len
         self.max_page = -1
         if device.type == "cpu" or _is_checked():
-            self._check_numbers()
+            self._check_numbers(has_pages=not options.is_selected)
         self.struct = native.Tables(
             q_indptr=_address(self.q_indptr, "qo_indptr"),
             seq_lens=_address(self.seq_lens, "seq_lens"),
@@ -96,7 +96,7 @@ class TableLengths:
         pages = -(-lens // self.page_size)
         return q_indptr, torch.cat([pages.new_zeros(1), pages.cumsum(0)]), lens
 
-    def _check_numbers(self) -> None:
+    def _check_numbers(self, *, has_pages: bool) -> None:
         q_indptr, _, lens = self.numbers()
         most = self.tables.shape[1] * self.page_size
         for name, numbers, wrong, says in (
@@ -112,6 +112,8 @@ class TableLengths:
             if bool(wrong.any()):
                 i = int(wrong.nonzero()[0])
                 raise PlanError(f"{name} has {int(numbers[i])} for request {i}, which {says}.")
+        if not has_pages:
+            return
         pages, tables = -(-lens // self.page_size), self.read
         if self.table_rows is not None:
             rows = self.table_rows[: len(lens)].long()

@@ -128,17 +128,7 @@ class BatchMLASparseAttentionWrapper:
         if topk_length is not None:
             checks.tensor(topk_length, "topk_length", PlanError)
         if topk_length is not None and not topk_length.is_cpu:
-            tables = TableLengths(
-                self.device,
-                topk_length,
-                self._indices,
-                q_indptr=None,
-                table_rows=None,
-                num_requests=None,
-                max_rows=rows,
-                options=self._options,
-            )
-            self._attention.plan_on_device(tables, self._options, self._values)
+            self._plan_on_device(topk_length)
             return
         starts = torch.arange(rows + 1, device="cpu", dtype=torch.int64) * topk
         lens = torch.full((rows,), topk, dtype=torch.int32, device="cpu") if topk_length is None else topk_length
@@ -146,6 +136,20 @@ class BatchMLASparseAttentionWrapper:
             _check_lengths(lens, rows, topk)
         self._lens = lens.clone()
         self._attention.plan(Lengths(None, starts, None, lens), NO_PAGES, self._options, self._values)
+
+    def _plan_on_device(self, topk_length: torch.Tensor) -> None:
+        """Plans where the lengths are; the lists' rows are those of a table."""
+        tables = TableLengths(
+            self.device,
+            topk_length,
+            self._indices,
+            q_indptr=None,
+            table_rows=None,
+            num_requests=None,
+            max_rows=len(self._indices),
+            options=self._options,
+        )
+        self._attention.plan_on_device(tables, self._options, self._values)
 
     def run(
         self,

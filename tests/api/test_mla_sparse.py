@@ -65,6 +65,18 @@ def test_a_window_and_a_list_in_one_softmax(tensors: Any) -> None:
     close(flashpage.merge_state(*states[0], *states[1])[0], exact(q, cache, lists))
 
 
+def test_lengths_on_the_device_are_planned_there(tensors: Any) -> None:
+    """On the CPU the same function is called."""
+    q, cache, lists = tensors
+    wrapper = made()
+    wrapper.plan(lists, **OPTIONS)
+    wrapper._plan_on_device(torch.tensor([4, 10, 0], dtype=torch.int32))
+    out = wrapper.run(query=q, kv_cache=cache)
+    close(out[0], exact(q, cache, lists[:, :4])[0])
+    close(out[1], exact(q, cache, lists)[1])
+    assert out[2].abs().max() == 0
+
+
 def test_graph_plans_keep_their_rows(tensors: Any) -> None:
     q, cache, lists = tensors
     wrapper = made(use_cuda_graph=True, num_rows=ROWS)
