@@ -19,7 +19,7 @@ from flashpage.kernels import choose
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
 LATENT = [case for case in CASES if case.entry == "latent" and case.runs_on(DEVICE)]
-GENERAL = [kernel for kernel in choose.ATTENTION if kernel.name != "latent_decode_sm90"]
+GENERAL = [kernel for kernel in choose.ATTENTION if not kernel.name.startswith("latent_")]
 
 
 @pytest.mark.parametrize("case", [case for case in LATENT if not (case.row_format or case.selected)], ids=str)
