@@ -50,7 +50,7 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 _SUBMODULES = (
-    "attention cascade compat decode flash_attn jit mla ops page parallel pod prefill quantization sparse utils "
+    "attention cascade compat decode flash_attn flash_mla jit mla ops page parallel pod prefill quantization sparse utils "
     "variants vllm_ops"
 )
 

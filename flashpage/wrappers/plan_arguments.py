@@ -151,6 +151,7 @@ class LatentArguments(NamedTuple):
     fixed_split_size: Any = None
     disable_split_kv: Any = False
     is_selected: bool = False  # each row lists its tokens
+    q_len_per_req: Any = 0  # 0: the lengths say
 
     def checked(self) -> tuple[Options, RunOptions]:
         """The options, and the values that runs use."""
@@ -180,6 +181,7 @@ class LatentArguments(NamedTuple):
             variant=None,
             fixed_split_size=self.fixed_split_size,
             disable_split_kv=self.disable_split_kv,
+            uniform_q_len=self.q_len_per_req,
         )
         scale = check_scale(self.sm_scale, options.head_dim_qk)
         return options, RunOptions(options.causal, -1, 0.0, scale, None, None, "NONE")
