@@ -126,9 +126,7 @@ def key_of_step(step: Hashable, *tensors: torch.Tensor) -> Hashable:
     return (step, is_capturing(tensors[0].device), *map(_Seen, tensors))
 
 
-def plan_of(
-    device: torch.device, kv_layout: str, arguments: Arguments, names: Names | None = None
-) -> FunctionPlan:
+def plan_of(device: torch.device, kv_layout: str, arguments: Arguments, names: Names | None = None) -> FunctionPlan:
     """This thread's plan for a device, its current stream, a layout and options; `names`: the caller's, of lengths."""
     stream = current_stream(device.index) if device.type == "cuda" else 0
     place = device, stream

@@ -21,7 +21,7 @@ _BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
 _CACHE = dict.fromkeys(("paged_kv_cache", "k", "ckv_cache", "kpe_cache"), "kv_cache")
 _NAMES = {"q": "query", "qo_indptr": "cum_seq_lens_q", "head_dim_ckv": "kv_lora_rank", "num_heads": "heads of query"}
 _NAMES |= {"head_dim_kpe": "qk_rope_head_dim", "q_data_type": "dtype of query", "kv_data_type": "dtype of kv_cache"}
-_NAMES |= _CACHE | {"o_data_type": "out's dtype"}
+_NAMES |= _CACHE | {"o_data_type": "out's dtype", "lse_mode": "return_lse_base"}
 
 
 class LatentCall(NamedTuple):
@@ -37,6 +37,10 @@ class LatentCall(NamedTuple):
 
     def planned(self, sm_scale: Any, key: Hashable = None) -> tuple[Attention, RunOptions]:
         """The Attention with a plan of these lengths, and the values of its runs; `key`: FunctionPlan.on_device."""
+        if self.cache.shape[2] != self.query.shape[2]:
+            raise RunError(
+                f"q has {self.query.shape[2]} columns but paged_kv_cache has {self.cache.shape[2]}: pass equal ones."
+            )
         ckv = checks.whole("head_dim_ckv", self.head_dim_vo, 1, error=RunError)
         arguments = LatentArguments(
             num_heads=self.query.shape[1],
@@ -54,12 +58,18 @@ class LatentCall(NamedTuple):
         return plan.on_device(self.tables, key), plan.values._replace(sm_scale=sm_scale)
 
 
-def rows_of(tensor: Any, name: str) -> torch.Tensor:
-    """A view of [batch, rows, ...] as [batch * rows, ...]."""
-    if tensor.shape[0] > 1 and tensor.shape[1] > 1 and tensor.stride(0) != tensor.stride(1) * tensor.shape[1]:
+def _rows(tensor: Any, name: str, query: torch.Tensor) -> Any:
+    """A tensor with the batch and the rows of a 4-D query, as a view of all rows; everything else as it is."""
+    if (
+        query.dim() == 3
+        or not isinstance(tensor, torch.Tensor)
+        or tensor.dim() < 3
+        or tensor.shape[:2] != query.shape[:2]
+    ):
+        return tensor
+    if min(tensor.shape[:2]) > 1 and tensor.stride(0) != tensor.stride(1) * tensor.shape[1]:
         raise RunError(f"{name} has strides {tensor.stride()}: pass requests that follow each other in memory.")
-    flat: torch.Tensor = tensor.flatten(0, 1)
-    return flat
+    return tensor.flatten(0, 1)
 
 
 @named(_NAMES)
@@ -131,25 +141,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
     check_tables(uses_shared_paged_kv_idx, backend, _BACKENDS)
-    query = checks.tensor(query, "query", RunError)
-    if query.dim() != (4 if cum_seq_lens_q is None else 3):
-        raise RunError(
-            f"query has shape {tuple(query.shape)}: pass [batch, rows, heads, columns], or "
-            "[rows of all requests, heads, columns] with cum_seq_lens_q."
-        )
-    columns = checks.whole("kv_lora_rank", kv_lora_rank, 1, error=RunError)
-    columns += checks.whole("qk_rope_head_dim", qk_rope_head_dim, 0, error=RunError)
-    if query.shape[-1] != columns:
-        raise RunError(
-            f"query has {query.shape[-1]} columns but kv_lora_rank + qk_rope_head_dim is {columns}: pass equal sizes."
-        )
-    lengths = as_int32(seq_lens, "seq_lens")
-    if query.dim() == 4 and query.shape[0] != lengths.numel():
-        raise RunError(f"query is for {query.shape[0]} requests but seq_lens has {lengths.numel()}: pass equally many.")
-    begins = None if cum_seq_lens_q is None else as_int32(cum_seq_lens_q, "cum_seq_lens_q")
-    rows = query if query.dim() == 3 else query.flatten(0, 1)
-    tables = Tables(lengths, as_int32(block_tables, "block_tables"), begins, 0 if begins is None else len(rows))
-    q_len = 0 if query.dim() == 3 else query.shape[1]
+    _check_query(query, kv_lora_rank, qk_rope_head_dim, is_ragged=cum_seq_lens_q is not None)
+    tables = Tables(as_int32(seq_lens, "seq_lens"), as_int32(block_tables, "block_tables"))
+    rows, q_len = query, 0
+    if cum_seq_lens_q is not None:
+        tables = tables._replace(q_indptr=as_int32(cum_seq_lens_q, "cum_seq_lens_q"), max_rows=len(query))
+    elif (batch := tables.seq_lens.numel()) != query.shape[0]:
+        raise RunError(f"query is for {query.shape[0]} requests but seq_lens has {batch}: pass equally many.")
+    else:
+        rows, q_len = query.flatten(0, 1), query.shape[1]
     call = LatentCall(rows, _cache(kv_cache), kv_lora_rank, tables, q_len, out_dtype=out_dtype_of(out, None, query))
     sm_scale, q_scale = scale_of(bmm1_scale, "bmm1_scale")
     v_number, v_scale = scale_of(bmm2_scale, "bmm2_scale")
@@ -157,14 +157,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     attention, values = call.planned(sm_scale)
     shape = (*query.shape[:-1], kv_lora_rank)
     if out is None:  # rows of no request are not written
-        make = torch.empty if begins is None else torch.zeros
+        make = torch.empty if cum_seq_lens_q is None else torch.zeros
         out = make(shape, dtype=attention.out_dtype, device=query.device)
     elif out.shape != shape:
         raise RunError(f"out has shape {tuple(out.shape)}: pass {shape}.")
     run = attention.run_of("base2" if return_lse_base is None else return_lse_base)
     found = run(
-        *(rows, call.cache, out if out.dim() == 3 else rows_of(out, "out")),
-        *(rows_of(lse, "lse") if isinstance(lse, torch.Tensor) and lse.dim() == 3 else lse, return_lse, values),
+        *(rows, call.cache, _rows(out, "out", query), _rows(lse, "lse", query), return_lse, values),
         *(NO_SCALES if scales == NO_SCALES else scales, _sinks(sinks), enable_pdl),
     )
     return (out, found[1] if lse is None else lse) if return_lse else out
@@ -197,6 +196,21 @@ def xqa_batch_decode_with_kv_cache_mla(
         *(max_seq_len, 0, out, bmm1_scale, bmm2_scale, sinks, None, enable_pdl),
     )
     return found
+
+
+def _check_query(query: Any, ckv: Any, kpe: Any, *, is_ragged: bool) -> None:
+    query = checks.tensor(query, "query", RunError)
+    if query.dim() != (3 if is_ragged else 4):
+        raise RunError(
+            f"query has shape {tuple(query.shape)}: pass [batch, rows, heads, columns], or "
+            "[rows of all requests, heads, columns] with cum_seq_lens_q."
+        )
+    columns = checks.whole("kv_lora_rank", ckv, 1, error=RunError)
+    columns += checks.whole("qk_rope_head_dim", kpe, 0, error=RunError)
+    if query.shape[-1] != columns:
+        raise RunError(
+            f"query has {query.shape[-1]} columns but kv_lora_rank + qk_rope_head_dim is {columns}: pass equal sizes."
+        )
 
 
 def _cache(kv_cache: Any) -> torch.Tensor:

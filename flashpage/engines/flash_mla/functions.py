@@ -19,7 +19,9 @@ from ...wrappers.latent_functions import LatentCall
 
 _NAMES = {"seq_lens": "cache_seqlens", "block_tables": "block_table", "head_dim_ckv": "head_dim_v"}
 _NAMES |= {"num_heads": "heads of q", "head_dim_kpe": "head_dim of q less head_dim_v", "q_data_type": "dtype of q"}
-_NAMES |= dict.fromkeys(("paged_kv_cache", "k", "ckv_cache", "kpe_cache"), "k_cache") | {"sm_scale": "softmax_scale"}
+_NAMES |= dict.fromkeys(("paged_kv_cache", "kv_cache", "k", "ckv_cache", "kpe_cache"), "k_cache") | {
+    "sm_scale": "softmax_scale"
+}
 _NAMES |= {"kv_data_type": "dtype of k_cache"}
 
 _NO_SPARSE = "no kernel here reads tokens by indices yet: pass block_table and cache_seqlens and leave it None"
@@ -114,7 +116,8 @@ def flash_mla_with_kvcache(
         raise CapabilityError(f"k_cache has {cache.shape[2]} heads: latent rows have one, which all query heads read.")
     causal = checks.flag("causal", causal, RunError)
     batch, rows, heads = q.shape[:3]
-    _take(tile_scheduler_metadata, num_splits, FlashMLASchedMeta.Config(batch, rows, heads, cache.shape[1], 1, causal, False))
+    config = FlashMLASchedMeta.Config(batch, rows, heads, cache.shape[1], 1, causal, is_fp8_kvcache=False)
+    _take(tile_scheduler_metadata, num_splits, config)
     lengths = checks.tensor(cache_seqlens, "cache_seqlens", RunError)
     tables = checks.tensor(block_table, "block_table", RunError)
     if lengths.numel() != batch:
