@@ -45,7 +45,7 @@ def _wrapped(original: Any) -> Any:
     def expand_kv(module: Any, latents: torch.Tensor, rotated: torch.Tensor, *args: Any) -> tuple[Any, Any]:
         layer = layer_of(latents)
         if not isinstance(layer, LatentLayer):
-            return original(module, latents, rotated, *args)  # type: ignore[no-any-return]
+            return original(module, latents, rotated, *args)
         return _handed_on(layer, original, module, latents, rotated)
 
     setattr(expand_kv, _MARK, True)
@@ -81,7 +81,7 @@ class NewRows(NamedTuple):
                 "attention_mask is 4-D, which kernels of latent rows do not take: pass a mask [batch, tokens]."
             )
         up, down = self._expansion(query)
-        call = AbsorbedCall.of(layer, query, self.latents.shape[3], self.rotated.shape[3])
+        call: Any = AbsorbedCall.of(layer, query, self.latents.shape[3], self.rotated.shape[3])
         nope, rotated = query.split([up.shape[1], call.head_dim_kpe], -1)
         absorbed = torch.cat([torch.einsum("bhtn,hnc->bhtc", nope, up), rotated], -1)
         out = step.run(layer._replace(call=call), absorbed, self.layer.keys, None)

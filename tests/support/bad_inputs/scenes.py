@@ -568,9 +568,9 @@ def _calls() -> list[Scene]:
         return given | of_pages(make) | {"tile_scheduler_metadata": get_mla_metadata()[0]}
 
     found = [
-        _function("decode:trtllm_batch_decode_with_kv_cache_mla", latent, latent_lse, cuda=False),
-        _function("mla:xqa_batch_decode_with_kv_cache_mla", latent, latent_extras, cuda=False),
-        _function("flash_mla:flash_mla_with_kvcache", flash_mla, cuda=False),
+        _function("decode:trtllm_batch_decode_with_kv_cache_mla", latent, latent_lse),
+        _function("mla:xqa_batch_decode_with_kv_cache_mla", latent, latent_extras),
+        _function("flash_mla:flash_mla_with_kvcache", flash_mla),
         _function("decode:trtllm_batch_decode_with_kv_cache", decode, extras(2)),
         _function("prefill:trtllm_batch_context_with_kv_cache", lambda make: context(make) | layout(make), extras(5)),
         _function("flash_attn:flash_attn_varlen_func", varlen, slopes),
