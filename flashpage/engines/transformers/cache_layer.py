@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -12,9 +12,6 @@ from ...wrappers.append import append_paged_kv_cache
 from .call import Layer
 from .masks import bits
 from .step import Step
-
-if TYPE_CHECKING:
-    from .cache import PagedCache
 
 _TAG = "_flashpage_layer"  # attribute of the keys that a layer's update returns; the attention function gets them
 
@@ -39,9 +36,9 @@ class PagedLayer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, cache: PagedCache) -> None:
+    def __init__(self, cache: Any) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache = cache  # the PagedCache
         self.length = 0  # tokens in a row, padding included
         self.is_pending = False  # update returned tokens that no attention has stored yet
 
@@ -77,7 +74,7 @@ class PagedLayer(CacheLayerMixin):
 
     def store(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> Step:
         """Writes the new tokens, for which the forward's first layer finds places."""
-        step = self.cache.begin(self.length, key.shape[0], layer.mask)
+        step: Step = self.cache.begin(self.length, key.shape[0], layer.mask)
         self.is_pending = False
         self._fit(self.cache.table.num_pages)
         for source, target in step.copies:
