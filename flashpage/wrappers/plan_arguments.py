@@ -152,6 +152,7 @@ class LatentArguments(NamedTuple):
     disable_split_kv: Any = False
     is_selected: bool = False  # each row lists its tokens
     q_len_per_req: Any = 0  # 0: the lengths say
+    has_mask: bool = False
 
     def checked(self) -> tuple[Options, RunOptions]:
         """The options, and the values that runs use."""
@@ -177,7 +178,7 @@ class LatentArguments(NamedTuple):
             window_left=-1,
             logits_soft_cap=None,
             pos_encoding_mode="NONE",
-            has_mask=False,
+            has_mask=self.has_mask,
             variant=None,
             fixed_split_size=self.fixed_split_size,
             disable_split_kv=self.disable_split_kv,

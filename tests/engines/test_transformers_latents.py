@@ -80,6 +80,21 @@ def test_a_prompt_is_computed_once(models: tuple[Any, Any]) -> None:
     assert torch.equal(greedy(model, inputs, 9, past_key_values=cache), greedy(eager, inputs, 9))
 
 
+def test_a_tree_after_a_prompt(models: tuple[Any, Any]) -> None:
+    """A 4-D mask over cached rows."""
+    model, eager = models
+    ids = left_padded([16, 16])["input_ids"]
+    mask = torch.rand(1, 1, 5, 16, generator=torch.Generator().manual_seed(2)) < 0.5
+    mask[..., :2] = True
+    found = []
+    for other, cache in ((eager, None), (model, hf.PagedCache(model.config, page_size=4))):
+        given = torch.where(mask, 0.0, torch.finfo(torch.float32).min) if other is eager else mask
+        with torch.no_grad():
+            past = other(input_ids=ids[:, :11], past_key_values=cache, use_cache=True).past_key_values
+            found.append(other(input_ids=ids[:, 11:], attention_mask=given, past_key_values=past).logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_a_corrupted_page_entry_changes_tokens(models: tuple[Any, Any]) -> None:
     """Shows that the comparisons of these tests can fail."""
     model, eager = models
@@ -98,9 +113,6 @@ def test_refused(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> No
     ids = left_padded([6, 6])["input_ids"]
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
-        dense = torch.ones(2, 1, 1, 7, dtype=torch.bool)
-        with pytest.raises(CapabilityError, match="attention_mask is 4-D"):
-            model(input_ids=ids[:, :1], attention_mask=dense, past_key_values=cache)
         cache.reset()
         with pytest.raises(RunError, match="did not reach flashpage's attention"):
             for _ in range(2):

@@ -20,6 +20,7 @@ from ...wrappers.plan_arguments import LatentArguments
 from . import ragged
 from .cache_layer import PagedLayer, layer_of, tagged
 from .call import Layer
+from .masks import bits
 from .step import Step
 
 _MARK = "_flashpage_expand_kv"
@@ -76,15 +77,12 @@ class NewRows(NamedTuple):
         step = self.layer.store(layer, self.latents, self.rotated)
         if self.is_first:
             return ragged.attend(layer, query, key, value)
-        if layer.call.has_mask:
-            raise CapabilityError(
-                "attention_mask is 4-D, which kernels of latent rows do not take: pass a mask [batch, tokens]."
-            )
+        mask = bits(layer.mask, query.shape[0], query.shape[2], self.layer.length)
         up, down = self._expansion(query)
         call: Any = AbsorbedCall.of(layer, query, self.latents.shape[3], self.rotated.shape[3])
         nope, rotated = query.split([up.shape[1], call.head_dim_kpe], -1)
         absorbed = torch.cat([torch.einsum("bhtn,hnc->bhtc", nope, up), rotated], -1)
-        out = step.run(layer._replace(call=call), absorbed, self.layer.keys, None)
+        out = step.run(layer._replace(call=call), absorbed, self.layer.keys, mask)
         return torch.einsum("bthc,hvc->bthv", out, down)
 
     def _expansion(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +108,7 @@ class AbsorbedCall(NamedTuple):
     dtype: torch.dtype
     sm_scale: float
     is_causal: bool
-    has_mask: bool = False
+    has_mask: bool
 
     @staticmethod
     def of(layer: Layer, query: torch.Tensor, ckv: int, kpe: int) -> AbsorbedCall:
@@ -121,12 +119,13 @@ class AbsorbedCall(NamedTuple):
                 "pass no past_key_values."
             )
         scale = query.shape[3] ** -0.5 if call.sm_scale is None else call.sm_scale
-        return AbsorbedCall(call.num_q_heads, ckv, kpe, call.dtype, scale, call.is_causal)
+        return AbsorbedCall(call.num_q_heads, ckv, kpe, call.dtype, scale, call.is_causal, call.has_mask)
 
     def arguments(self, page_size: int, window_left: int, has_mask: bool) -> LatentArguments:
         """The options of the plan."""
         sizes = (self.num_q_heads, self.head_dim_ckv, self.head_dim_kpe, page_size)
-        return LatentArguments(*sizes, self.sm_scale, self.is_causal, self.dtype)
+        is_causal = self.is_causal and not self.has_mask
+        return LatentArguments(*sizes, self.sm_scale, is_causal, self.dtype, has_mask=has_mask)
 
 
 class LatentLayer(PagedLayer):
