@@ -487,6 +487,7 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
         ("BatchMLAPagedAttentionWrapper", name): TOLD_LATER
         for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
     },
+    ("TokenPool", "v_head_dim"): tuple(badness for badness in COUNT if badness.name != "none"),
     ("merge_over_group", "out"): DATA,
     ("merge_over_group", "lse"): DATA,
     ("append_paged_kv_cache", "kv_last_page_len"): LENGTHS,
