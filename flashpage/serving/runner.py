@@ -16,7 +16,7 @@ from .scheduler import Work
 from .token_pool import RequestTable
 
 # attend(layer, q [rows, num_q_heads, head_dim], k, v [rows, num_kv_heads, head_dim]) -> [rows, num_q_heads, head_dim].
-# Of latent rows (MLA), v is the first v_head_dim columns of k, and the result has as many.
+# A model with latent rows (MLA) passes the first v_head_dim columns of k as v; the result has as many.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 

@@ -1,7 +1,8 @@
 """flashpage as vLLM's attention: `register` is an entry point of the group `vllm.general_plugins`.
 
 `vllm serve MODEL --attention-backend CUSTOM` chooses it. With FLASHPAGE_VLLM=on it also takes the places of FLASH_ATTN
-and FLASHINFER, which vLLM chooses by itself, and of CPU_ATTN on the CPU.
+and FLASHINFER, which vLLM chooses by itself, and of CPU_ATTN on the CPU; for latent rows (MLA) those of FLASH_ATTN_MLA,
+FLASHMLA and CPU_MLA.
 """
 
 from __future__ import annotations

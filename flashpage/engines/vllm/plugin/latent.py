@@ -178,14 +178,10 @@ def _write(latents: torch.Tensor, rotated: torch.Tensor, cache: torch.Tensor, sl
 
 
 class FlashpageMLABackend(MLACommonBackend):
-    """flashpage under the name FLASHPAGE_MLA."""
+    """flashpage in the places of the classes below."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHPAGE_MLA"
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
@@ -198,6 +194,10 @@ class FlashpageMLABackend(MLACommonBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(1)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
