@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base import checks
-from ..base.errors import CapabilityError, RunError, named
+from ..base.errors import RunError, named
 from ..kernels.options import RunOptions
 from ..run.checks import NO_SCALES
 from .base import Attention
@@ -40,6 +40,10 @@ class LatentCall(NamedTuple):
         if self.cache.shape[2] != self.query.shape[2]:
             raise RunError(
                 f"q has {self.query.shape[2]} columns but paged_kv_cache has {self.cache.shape[2]}: pass equal ones."
+            )
+        if self.cache.dtype != self.query.dtype:
+            raise RunError(
+                f"paged_kv_cache has dtype {self.cache.dtype} but q has {self.query.dtype}: pass rows of the same type."
             )
         ckv = checks.whole("head_dim_ckv", self.head_dim_vo, 1, error=RunError)
         arguments = LatentArguments(
@@ -219,8 +223,6 @@ def _cache(kv_cache: Any) -> torch.Tensor:
         return cache.squeeze(1)
     if cache.dim() != 3:
         raise RunError(f"kv_cache has shape {tuple(cache.shape)}: pass [pages, page_size, columns of a latent row].")
-    if cache.dtype == torch.uint8:
-        raise CapabilityError("kv_cache has dtype torch.uint8: nvfp4 rows need Blackwell kernels; pass 16-bit rows.")
     return cache
 
 
