@@ -66,6 +66,7 @@ SLOW = {
     *("api/test_api_attention", "api/test_api_sparse", "api/test_cascade", "api/test_ops"),
     *("card/test_card_check", "engines/test_transformers_cache", "engines/test_transformers_masks"),
     *("engines/test_transformers_tokens", "engines/test_vllm_ops", "host/test_host_build"),
+    *("engines/test_transformers_latents", "serving/test_latent_engine"),
     *("host/test_host_threads", "jit/test_aot", "jit/test_cache", "jit/test_compile_failures", "jit/test_jit"),
     *("jit/test_kernel_key", "jit/test_trust", "kernels/test_a_new_kernel", "kernels/test_function_tiles"),
     *("kernels/test_prefill_kernel", "kernels/test_prefill_sass", "kernels/test_shared_memory", "net/test_bad_inputs"),

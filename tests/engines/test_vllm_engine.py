@@ -142,7 +142,6 @@ def test_answers_at_configuration(name: str, folder: Path) -> None:
     needs(get_vllm.ENGINES / name)
     given = environment(folder, get_vllm.ENGINES / name, entry_points(folder))
     call([str(SUPPORT / "vllm_answers.py")], given, folder)
-    call([str(SUPPORT / "vllm_latent.py")], given, folder)
 
 
 @pytest.mark.parametrize("name", TREES_OR_MISSING)

@@ -1,4 +1,4 @@
-"""flashpage's classes for vLLM's layers with latent rows, without a model. Runs where vLLM can be imported."""
+"""Checks of flashpage's classes for vLLM's layers with latent rows, without a model, where vLLM can be imported."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def check_answers() -> None:
         assert any(reason in text for text in found), (changes, found)
 
 
-if __name__ == "__main__":
+def check() -> None:
     check_decodes([1, 1, 1], [40, 5, 17])
     check_decodes([1, 1, 1], [40, 5, 17], graph_requests=4)
     check_decodes([1, 3, 2], [40, 5, 17])

@@ -73,7 +73,7 @@ class FlashpageMLABuilder(MLACommonMetadataBuilder):
             device = torch.device("cuda", torch.cuda.current_device())
         layers = vllm_config.compilation_config.static_forward_context
         self._impls = [layers[name].impl for name in layer_names]
-        sizes = FlashpageBuilder._sizes(self)._replace(has_exact_lengths=False)
+        sizes = FlashpageBuilder._sizes(self)._replace(has_exact_lengths=False, has_rotation=False)
         plans = LatentPlans([impl.options for impl in self._impls], sizes, device, Workspaces.of(vllm_config))
         plans.ckv = self._impls[0].kv_lora_rank
         self._planner = GroupPlanner(plans)
