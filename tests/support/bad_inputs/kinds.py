@@ -464,7 +464,7 @@ _kind(COUNT, "kv_lora_rank head_dim_v")
 _kind(NOT_NEGATIVE, "qk_rope_head_dim")
 _kind((), "qk_nope_head_dim is_var_seq cute_dsl_impl kv_scale_format")
 _kind(REFUSED, "sparse_mla_top_k sparse_mla_top_k_lens enable_dcp is_fp8_kvcache attn_sink extra_k_cache")
-_kind(REFUSED, "extra_indices_in_kvcache topk_length extra_topk_length")
+_kind(REFUSED, "extra_indices_in_kvcache extra_topk_length")
 _kind(REFUSED_WORD, "return_lse_base")
 
 # Arguments that have another kind in one step than elsewhere.
@@ -502,6 +502,7 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("trtllm_batch_decode_with_kv_cache", "mask"): REFUSED,
     ("flash_mla_with_kvcache", "indices"): REFUSED,
     ("flash_mla_with_kvcache", "num_splits"): REFUSED,
+    ("flash_mla_with_kvcache", "topk_length"): REFUSED,
     **{
         (f"{step}_with_kv_cache{rows}", name): ()
         for step in ("trtllm_batch_decode", "trtllm_batch_context", "xqa_batch_decode")
