@@ -13,10 +13,10 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from flashpage.engines.plugin.group_plans import GroupSizes
+from flashpage.engines.plugin.layers import LayerOptions
 from flashpage.engines.vllm.plugin import latent, register
-from flashpage.engines.vllm.plugin.group_plans import GroupSizes
 from flashpage.engines.vllm.plugin.latent_prefill import FlashpagePrefill
-from flashpage.engines.vllm.plugin.layers import LayerOptions
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
 
 HEADS, CKV, KPE, PAGE, SCALE = 4, 64, 32, 16, 0.2

@@ -31,7 +31,9 @@ def refusal(head_dim: int, dtype: torch.dtype, kv_cache_dtype: str, page_size: i
     return refusal_of(head_dim, dtype, kv_dtype, page_size, _numbers(capability))
 
 
-def latent_refusal(columns: int, dtype: torch.dtype, kv_cache_dtype: str, page_size: int, capability: Any) -> str | None:
+def latent_refusal(
+    columns: int, dtype: torch.dtype, kv_cache_dtype: str, page_size: int, capability: Any
+) -> str | None:
     """The reason why no kernel of such cards reads latent rows of so many columns; None: one does."""
     kv_dtype = element_type(kv_cache_dtype, dtype)
     if kv_dtype is None:
