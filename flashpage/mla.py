@@ -14,12 +14,12 @@ from .base.refused import (
 )
 from .wrappers.latent import BatchMLAPagedAttentionWrapper
 from .wrappers.latent_batch import MLAPlanMetadata
-from .wrappers.latent_sparse import BatchMLASparseAttentionWrapper
 from .wrappers.latent_functions import (
     trtllm_batch_decode_with_kv_cache_mla,
     trtllm_prefill_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
+from .wrappers.latent_sparse import BatchMLASparseAttentionWrapper
 
 __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper",

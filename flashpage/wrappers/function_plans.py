@@ -20,6 +20,7 @@ from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import Pages
 from ..plan.session import current_stream
 from .base import PAGED, RAGGED, Attention
+from .latent_sparse import SelectedAttention
 from .plan_arguments import Arguments, LatentArguments
 
 _FLOAT_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
@@ -144,17 +145,18 @@ def plan_of(device: torch.device, kv_layout: str, arguments: Arguments, names: N
             del plans[next(iter(plans))]
         if names is None:
             names = RAGGED if getattr(arguments, "kv_source", "paged") == "ragged" else PAGED
-        found = FunctionPlan(_attention(place, kv_layout, names), arguments)
+        kind = SelectedAttention if getattr(arguments, "is_selected", False) else Attention
+        found = FunctionPlan(_attention(place, kv_layout, names, kind), arguments)
     plans[key] = found  # the newest is the last
     return found
 
 
-def _attention(place: tuple[torch.device, int], kv_layout: str, names: Names) -> Attention:
+def _attention(place: tuple[torch.device, int], kv_layout: str, names: Names, kind: type[Attention]) -> Attention:
     device = place[0]
     workspaces: dict[Any, torch.Tensor] = _local.__dict__.setdefault("workspaces", {})
     shared = workspaces.get(place)
     if shared is None:
         shared = workspaces[place] = torch.empty(_FLOAT_BYTES[device.type], dtype=torch.uint8, device=device)
-    attention = Attention(shared, kv_layout, names=names)
+    attention = kind(shared, kv_layout, names=names)
     attention.reset_workspace_buffer(shared, torch.empty(_INT_BYTES, dtype=torch.uint8, device=device))
     return attention

@@ -164,7 +164,6 @@ class LatentArguments(NamedTuple):
         latent_format, kv_dtype = check_format(self.kv_row_format, given, (ckv, kpe))
         options = check_options(
             kv_source="selected" if self.is_selected else "latent",
-            uniform_q_len=int(self.is_selected),
             num_qo_heads=checks.whole("num_heads", self.num_heads, 1),
             num_kv_heads=1,
             head_dim_qk=ckv + kpe,
@@ -182,7 +181,7 @@ class LatentArguments(NamedTuple):
             variant=None,
             fixed_split_size=self.fixed_split_size,
             disable_split_kv=self.disable_split_kv,
-            uniform_q_len=self.q_len_per_req,
+            uniform_q_len=1 if self.is_selected else self.q_len_per_req,
         )
         scale = check_scale(self.sm_scale, options.head_dim_qk)
         return options, RunOptions(options.causal, -1, 0.0, scale, None, None, "NONE")

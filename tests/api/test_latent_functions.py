@@ -11,7 +11,7 @@ import torch
 from reference import Options, attention
 from signatures import shown
 
-from flashpage import CapabilityError, FlashpageError, RunError, decode, flash_mla, mla, prefill
+from flashpage import FlashpageError, RunError, decode, flash_mla, mla, prefill
 from flashpage.wrappers import function_plans
 from flashpage.wrappers.base import Attention
 
@@ -161,7 +161,6 @@ def test_calls_of_one_step_share_a_plan(plans: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"indices": torch.zeros(4, 1, 8, dtype=torch.int32)}, "indices=.*by indices yet"),
         ({"attn_sink": torch.zeros(HEADS)}, "attn_sink"),
         ({"topk_length": 3}, "topk_length=3"),
         ({"is_fp8_kvcache": True}, "is_fp8_kvcache=True"),
@@ -211,8 +210,6 @@ def test_flash_mla_metadata_belongs_to_one_step() -> None:
     meta.tile_scheduler_metadata = torch.zeros(1, 8)  # as batch-invariant engines write it
     with pytest.raises(RunError, match="was written"):
         Batch(1).flash_mla(meta)
-    with pytest.raises(CapabilityError, match="flash_mla_sparse_fwd"):
-        flash_mla.flash_mla_sparse_fwd(*[torch.zeros(1)] * 3, sm_scale=1.0)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -34,7 +34,6 @@ WITHOUT_ROWS = {
     "Plan": "made by last_plan and plan_lengths",
     "flashpage.flash_mla:FlashMLASchedMeta": "a record that get_mla_metadata makes",
     "flashpage.flash_mla:get_mla_metadata": "takes no argument",
-    "flashpage.flash_mla:flash_mla_sparse_fwd": "refused",
     "trtllm_prefill_with_kv_cache_mla": "trtllm_batch_decode_with_kv_cache_mla by another name",
     "MLAPlanMetadata": "a record of plan's arguments",
     "flashpage.integrations:PagedAttention": "takes its own objects; tests/serving checks them",

@@ -460,7 +460,9 @@ _kind(MODE[:-1], "kv_row_format")
 _kind(LENGTHS, "topk_length")
 _kind((Badness("number", "error", constant(3)), Badness("list", "error", constant([1]))), "metadata")
 _kind(_KINDS["metadata"], "tile_scheduler_metadata")
-_kind(COUNT, "kv_lora_rank head_dim_v")
+_kind(COUNT, "kv_lora_rank head_dim_v d_v")
+_kind(REFUSED, "indexer_topk")
+_kind(DATA, "kv")
 _kind(NOT_NEGATIVE, "qk_rope_head_dim")
 _kind((), "qk_nope_head_dim is_var_seq cute_dsl_impl kv_scale_format")
 _kind(REFUSED, "sparse_mla_top_k sparse_mla_top_k_lens enable_dcp is_fp8_kvcache attn_sink extra_k_cache")
@@ -502,6 +504,7 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("trtllm_batch_decode_with_kv_cache", "mask"): REFUSED,
     ("flash_mla_with_kvcache", "indices"): REFUSED,
     ("flash_mla_with_kvcache", "num_splits"): REFUSED,
+    ("flash_mla_sparse_fwd", "indices"): LISTS,
     ("flash_mla_with_kvcache", "topk_length"): REFUSED,
     **{
         (f"{step}_with_kv_cache{rows}", name): ()
@@ -531,5 +534,6 @@ OTHER_WORDS = {
     "kv_lora_rank": r"q|head_dim",
     "qk_rope_head_dim": r"q|head_dim",
     "head_dim_v": r"head_dim",
+    "d_v": r"head_dim",
     "kv_cache": r"paged_kv_cache|K|V|k|v|kv_data_type",
 }

@@ -567,10 +567,15 @@ def _calls() -> list[Scene]:
         given = {"q": make.data(2, 1, 16, 576), "k_cache": make.data(PAGES, PAGE, 1, 576), "head_dim_v": 512}
         return given | of_pages(make) | {"tile_scheduler_metadata": get_mla_metadata()[0]}
 
+    def sparse(make: Make) -> Arguments:
+        given = {"q": make.data(2, 16, 576), "kv": make.data(40, 1, 576), "sm_scale": 0.1}
+        return given | {"indices": make.ints(5, 2, 7, 0, 1, 39).view(2, 1, 3)}
+
     found = [
         _function("decode:trtllm_batch_decode_with_kv_cache_mla", latent, latent_lse),
         _function("mla:xqa_batch_decode_with_kv_cache_mla", latent, latent_extras),
         _function("flash_mla:flash_mla_with_kvcache", flash_mla),
+        _function("flash_mla:flash_mla_sparse_fwd", sparse, lambda make: {"topk_length": make.ints(3, 3)}),
         _function("decode:trtllm_batch_decode_with_kv_cache", decode, extras(2)),
         _function("prefill:trtllm_batch_context_with_kv_cache", lambda make: context(make) | layout(make), extras(5)),
         _function("flash_attn:flash_attn_varlen_func", varlen, slopes),
