@@ -11,9 +11,7 @@ _PREFILL = "use BatchPrefillWithPagedKVCacheWrapper, whose plan takes block_tabl
 _RAGGED = "use BatchPrefillWithRaggedKVCacheWrapper, which takes head_dim_qk=192 and head_dim_vo=128 too"
 _NVFP4 = "nvfp4 caches need Blackwell kernels: use a 16-bit or fp8 cache, append_paged_kv_cache and k_scale, v_scale"
 _MLA = "use BatchMLAPagedAttentionWrapper, whose plan takes block tables and lengths by MLAPlanMetadata.dense"
-_SPARSE_MLA = (
-    "no kernel here reads tokens by indices yet: use BatchMLAPagedAttentionWrapper for all tokens of a request"
-)
+_SPARSE_MLA = "use BatchMLASparseAttentionWrapper, which takes lists of tokens"
 _BLACKWELL_MLA = f"it belongs to Blackwell kernels: {_MLA}"
 
 REASONS = {
