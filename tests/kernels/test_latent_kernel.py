@@ -113,8 +113,11 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
     planned, sinks, size = plan_of(case, inputs, spec.tile.tile_q, cut), inputs.sinks, first.element_size()
     row_bytes = (case.value_dim * size, (case.head_dim - case.value_dim) * size)
     box = loader_tokens(spec.loader, case.page_size, spec.tile.tile_kv, *row_bytes)
+    q_scale, k_scale = torch.tensor([0.5]), torch.tensor([4.0])  # on cards they are tensors
     params = native.AttentionParams(
         q=q.data_ptr(),
+        q_scale=q_scale.data_ptr(),
+        k_scale=k_scale.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         q_row_stride=q.stride(0),
@@ -126,7 +129,7 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
         partial_out=planned.partial_out.data_ptr(),
         partial_lse=planned.partial_lse.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
-        score_scale=case.score_scale,
+        score_scale=case.score_scale / 2,
         value_scale=1.0,
         num_q_heads=case.num_q_heads,
         num_kv_heads=1,

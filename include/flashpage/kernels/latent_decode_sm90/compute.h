@@ -7,6 +7,7 @@
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/stmatrix.h"
 #include "flashpage/ptx/wgmma.h"
+#include "flashpage/tile/softmax/transform.h"
 #include "flashpage/tile/trace.h"
 
 namespace flashpage {
@@ -66,7 +67,7 @@ struct LatentCompute {
     state.clear();
     if (params.sinks && item.piece == 0) begin_with_sinks(state, unit);
     others_were_done = false;
-    const float scale = params.score_scale * log2_e;
+    const float scale = score_scale_of<Traits>(params, unit);
     for (int slot = 0; slot < slotted.slots; ++slot) {
       const i32 first = slotted.first_token + slot * tokens;
       u8* tile = shared.slots[shared.ring.slot(use + slot)];

@@ -6,6 +6,7 @@
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/softmax/sinks.h"
+#include "flashpage/tile/softmax/transform.h"
 #include "flashpage/tile/trace.h"
 
 namespace flashpage {
@@ -108,7 +109,7 @@ struct WideCompute {
       release(now, WidePart::tail);
       if (!goes_on) release_query();
       prepare_scores(state, block);
-      if (state.softmax.raise(state.scores, softmax_scale(), state.factor)) rescale(state);
+      if (state.softmax.raise(state.scores, softmax_scale(state), state.factor)) rescale(state);
       Fragments first, second;
       exponentiate(state, first);
       hand_over(state, first, from_left);
@@ -169,7 +170,7 @@ struct WideCompute {
       const bool goes_on = block + 3 < state.place.blocks;
       if (!goes_on) release_query();
       prepare_scores(state, block + 1);
-      if (state.softmax.raise(state.scores, softmax_scale(), state.factor)) rescale(state);
+      if (state.softmax.raise(state.scores, softmax_scale(state), state.factor)) rescale(state);
       exponentiate(state, second);
       hand_over(state, second, from_right);
       clear_hidden(state.place, block + 1, now + 1, WidePart::right);
@@ -240,9 +241,7 @@ struct WideCompute {
     ptx::wgmma_commit();
   }
 
-  FP_DEVICE float scale() const { return params.score_scale * log2_e; }
-  // The factor with which the softmax reads scores, which must be positive.
-  FP_DEVICE float softmax_scale() const { return scale() > 0.f ? scale() : 1.f; }
+  FP_DEVICE static float softmax_scale(const State& state) { return softmax_scale_of<Traits>(state.place.scale); }
 
   // Multiplies the values by the factor, which is rare. It waits for all products, those of scores too, because the
   // compiler does not know which ones are over.
@@ -254,11 +253,11 @@ struct WideCompute {
 
   // Scales scores that the softmax cannot scale, and hides the tokens that a row does not see.
   FP_DEVICE void prepare_scores(State& state, int block) const {
-    if (!(scale() > 0.f)) {
+    if (scales_first<Traits>(state.place.scale)) {
 #pragma unroll
       for (int n = 0; n < tokens / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) state.scores[0][n][e] *= scale();
+        for (int e = 0; e < 4; ++e) state.scores[0][n][e] *= state.place.scale;
     }
     const Unit& unit = state.place.place.unit;
     const i32 first = state.place.first_token + block * tokens;
@@ -278,7 +277,7 @@ struct WideCompute {
   }
 
   FP_DEVICE void exponentiate(State& state, Fragments& probabilities) const {
-    state.softmax.exponentiate(state.scores, softmax_scale());
+    state.softmax.exponentiate(state.scores, softmax_scale(state));
 #pragma unroll
     for (int step = 0; step < steps; ++step)
 #pragma unroll

@@ -8,6 +8,7 @@
 #include "flashpage/ptx/tensor_copy.h"
 #include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/load/query.h"
+#include "flashpage/tile/softmax/transform.h"
 #include "flashpage/tile/trace.h"
 
 namespace flashpage {
@@ -264,6 +265,7 @@ struct WideLoad {
       shared.cursor.next(params, unit_rows, 1, shared.places[shared.place_ring.slot(use - 1)].place, to.place);
     }
     const Unit& unit = to.place.unit;
+    to.scale = score_scale_of<Traits>(params, unit);
     to.first_token = Shared::by_boxes ? unit.kv_begin & -params.box_tokens : unit.kv_begin;
     to.blocks = unit.kv_end > unit.kv_begin ? ceil_div(unit.kv_end - to.first_token, Shared::tokens) : 0;
     ptx::mbarrier_arrive(shared.place_ring.full_barrier(use));

@@ -28,6 +28,7 @@ struct WidePlace {
   Place place;
   i32 first_token;  // of the first block; may be before the unit's first token
   i32 blocks;
+  float scale;  // of the unit's scores
 };
 
 template <class Traits>
