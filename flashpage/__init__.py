@@ -37,7 +37,7 @@ _EXPORTS = {
     " single_decode_with_kv_cache single_decode_with_kv_cache_with_jit_module",
     "errors": "CapabilityError CompileError DeviceError FlashpageError KernelMissingError PlanError RunError"
     " SettingError VariantError",
-    "mla": "BatchMLAPagedAttentionWrapper MLAPlanMetadata",
+    "mla": "BatchMLAPagedAttentionWrapper BatchMLASparseAttentionWrapper MLAPlanMetadata",
     "page": "append_paged_kv_cache append_paged_mla_kv_cache get_batch_indices_positions get_seq_lens",
     "plan": "Plan",
     "pod": "BatchPODWithPagedKVCacheWrapper PODWithPagedKVCacheWrapper",

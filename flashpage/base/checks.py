@@ -47,9 +47,9 @@ _REASONS = {
     "skip_softmax": "no kernel here skips tiles of a softmax: leave it False",
     "kv_len": "plan has the lengths: leave it None",
     "page_table": "plan has the page numbers: leave it None",
-    "ckv_scale": "latent rows have 16 or 32 bits here and need no scale: leave it None",
-    "ckv_scale_arr": "latent rows have 16 or 32 bits here and need no scale: leave it None",
-    "kpe_scale": "latent rows have 16 or 32 bits here and need no scale: leave it None",
+    "ckv_scale": "only rows of kv_data_type float8_e4m3fn take it: leave it None",
+    "ckv_scale_arr": "only rows of kv_data_type float8_e4m3fn take it: leave it None",
+    "kpe_scale": "only rows of kv_data_type float8_e4m3fn take it: leave it None",
     "seq_lens_q": "rows of a request come from qo_indptr: leave it None",
 }
 

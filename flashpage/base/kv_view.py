@@ -60,7 +60,9 @@ def latent_views(cache: Cache, shared: int) -> tuple[View, View]:
     if not isinstance(cache, tuple):
         whole = _latent_view(cache, "kv_cache")
         tail = max(0, whole.head_dim - shared)
-        return whole._replace(head_dim=whole.head_dim - tail), whole._replace(head_dim=tail, offset=shared)
+        return whole._replace(head_dim=whole.head_dim - tail), whole._replace(
+            head_dim=tail, offset=shared if tail else 0
+        )
     ckv, kpe = (_latent_view(part, name) for part, name in zip(cache, ("ckv_cache", "kpe_cache"), strict=True))
     if ckv[:2] != kpe[:2]:
         raise RunError(

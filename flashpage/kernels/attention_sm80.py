@@ -10,7 +10,7 @@ import itertools
 
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, RAGGED, Ahead, more
 from .devices import Device
-from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_latent_rows
+from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, latent_options
 from .spec import KernelSpec
 from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work
@@ -97,7 +97,22 @@ def _row(work: Work) -> _Row:
 
 
 def _tile(work: Work) -> Tile:
+    if work.options.is_latent:
+        return _latent_tile(work)
     return _few_rows_tile(work) if _is_few(work) else _row(work).tile
+
+
+def _latent_tile(work: Work) -> Tile:
+    """Two tiles of whole rows next to Q. Warps share the value columns, of which 16 rows and 256 columns fit in a
+    warp's registers."""
+    columns = work.options.head_dim_vo // 64
+    is_large = work.card.shared_bytes >= _LARGE
+    if work.packed_rows <= 16:
+        return Tile(16, 32, 1, 1, 2, warps_v=next(n for n in (4, 2, 1) if columns % n == 0))
+    shared = 2 if columns % 2 == 0 else 1
+    if work.packed_rows <= 32 or not is_large:
+        return Tile(32, 32 if is_large else 16, 2, 1, 2, warps_v=shared)
+    return Tile(64, 32, 4, 1, 2, warps_v=shared)
 
 
 def few_rows_tile(
@@ -135,6 +150,9 @@ def _few_rows_tile(work: Work) -> Tile:
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
+    if work.options.is_latent:
+        ns_per_token = work.options.token_bytes / work.card.sm_bytes_per_ns
+        return Cost(False, max(ns_per_token, work.card.compute_ns(1.2 * tile.tile_q)), 2e3, 2e3, 128, MERGE_CTA_ROWS)
     if _is_few(work):
         ns_per_token = _token_bytes(work) / work.card.sm_bytes_per_ns * tile.ctas_per_sm
         return Cost(False, ns_per_token, 1500.0, 1500.0, 128, MERGE_CTA_ROWS)
@@ -142,8 +160,37 @@ def _cost(work: Work, tile: Tile) -> Cost:
     return Cost(True, work.card.compute_ns(token), unit, piece, 128, MERGE_ITEM_ROWS)
 
 
+_head_dims = head_dims(16, 512, 8)
+
+
+def _columns(work: Work) -> str | None:
+    """Sizes of rows. Warps share value columns in panels of 64."""
+    options, found = work.options, []
+    if not options.is_latent:
+        return _head_dims(work)
+    vo, tail = options.head_dim_vo, options.head_dim_qk - options.head_dim_vo
+    if vo not in range(64, 513, 64) or vo in (320, 448):
+        found.append(f"head_dim_ckv {vo} is not a multiple of 64 up to 256, 384 or 512")
+    if tail not in range(0, 65, 16):
+        found.append(f"head_dim_kpe {tail} is not a multiple of 16 from 0 to 64")
+    return "; ".join(found) or None
+
+
+def _latent_options(work: Work) -> str | None:
+    options = work.options
+    if not options.is_latent:
+        return None
+    if options.q_dtype.is_fp8:
+        return f"q_data_type {options.q_dtype.value} is not supported over latent rows"
+    return latent_options(work)
+
+
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
-    return attention_traits(spec, spec.q_dtype.widened, spec.kv_dtype, "pitched")
+    query = spec.q_dtype.widened
+    if spec.is_latent:  # the tiles in shared memory have the queries' type
+        format_of = f"static constexpr LatentFormat latent_format = LatentFormat::{spec.latent_format};"
+        return (*attention_traits(spec, query, query, "pitched"), format_of)
+    return attention_traits(spec, query, spec.kv_dtype, "pitched")
 
 
 _ROWS = (16, 32, 64, 128)  # one for each class of tiles
@@ -168,7 +215,7 @@ KERNEL = AttentionKernel(
     header="flashpage/kernels/attention_sm80/kernel.h",
     cpp="AttentionSm80<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
-    accepts=(capability(80), no_latent_rows, *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 512, 8)),
+    accepts=(capability(80), *dtypes(q=HALF + FP8, out=HALF), _columns, _latent_options),
     tile=_tile,
     cost=_cost,
     row_alignment=16,

@@ -21,7 +21,7 @@ class ContextLengths:
         self.may_differ = not (options.uniform_q_len or options.is_batch_invariant)  # from batch to batch
         kernels = [kernel for kernel in ATTENTION if not kernel.archs or card.sm in kernel.archs]
         rows = [row for kernel in kernels for row in kernel.context_rows(options, card)] if self.may_differ else []
-        self.table = native.ContextTable(count=len(rows), page_size=max(1, options.page_size))
+        self.table = native.ContextTable(count=len(rows), page_size=max(1, options.page_span))
         self.table.hidden = 0.5 if options.causal else 0.0  # of a request's rows: tokens that one does not see
         self.table.rows[: len(rows)] = rows
         self.address = ctypes.addressof(self.table)

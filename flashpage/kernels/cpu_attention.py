@@ -6,7 +6,7 @@ import itertools
 
 from ..base.dtypes import DType
 from .ahead import BF16, FP16, RAGGED, Ahead
-from .kernel import FLOAT, FP8, AttentionKernel, dtypes, types
+from .kernel import FLOAT, FP8, AttentionKernel, dtypes, latent_options, types
 from .spec import KernelSpec
 from .tile import Cost, Tile
 from .work import Work
@@ -44,15 +44,6 @@ def _head_dims(work: Work) -> str | None:
     return "; ".join(found) or None
 
 
-def _latent_options(work: Work) -> str | None:
-    options = work.options
-    if options.is_latent and options.kv_dtype.is_fp8:
-        return f"it reads no latent rows of {options.kv_dtype.value}"
-    if options.is_latent and work.rotates:
-        return "it does not rotate latent rows (pos_encoding_mode ROPE_LLAMA): rotate them before they are cached"
-    return None
-
-
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
     assert spec.tile is not None
     return (
@@ -61,6 +52,7 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
         f"static constexpr int head_dim_qk = {spec.head_dim_qk}, head_dim_vo = {spec.head_dim_vo};",
         f"static constexpr int tile_q = {spec.tile.tile_q}, tile_kv = {spec.tile.tile_kv};",
         f"static constexpr flashpage::KvSource kv_source = flashpage::KvSource::{spec.kv_source};",
+        f"static constexpr flashpage::LatentFormat latent_format = flashpage::LatentFormat::{spec.latent_format};",
         f"static constexpr flashpage::MaskSource mask_source = flashpage::MaskSource::{spec.mask_source};",
         "static constexpr flashpage::PositionEncoding position_encoding =",
         f"    flashpage::PositionEncoding::{spec.position_encoding};",
@@ -78,7 +70,7 @@ KERNEL = AttentionKernel(
     header="flashpage/cpu/attention.h",
     cpp="flashpage::cpu::attention<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
-    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), _head_dims, _latent_options),
+    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), _head_dims, latent_options),
     tile=_tile,
     cost=_cost,
     traits=_traits,

@@ -28,6 +28,14 @@ def _append_traits(spec: KernelSpec) -> tuple[str, ...]:
     return types(StoredCache=spec.kv_dtype)
 
 
+def _append_latent_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return (
+        *types(StoredQuery=spec.q_dtype),
+        f"static constexpr int head_dim_qk = {spec.head_dim_qk}, head_dim_vo = {spec.head_dim_vo};",
+        f"static constexpr LatentFormat latent_format = LatentFormat::{spec.latent_format};",
+    )
+
+
 def _mask_tiles_traits(spec: KernelSpec) -> tuple[str, ...]:
     return (
         "using Variant = flashpage::Variant;",
@@ -45,6 +53,9 @@ MERGE_STATES = dataclasses.replace(
     _helper("merge_states", "MergeStates<Traits>", "MergeStatesParams"), traits=_merge_states_traits
 )
 APPEND = dataclasses.replace(_helper("append", "Append<Traits>", "AppendParams"), traits=_append_traits)
+APPEND_LATENT = dataclasses.replace(
+    _helper("append_latent", "AppendLatent<Traits>", "AppendLatentParams"), traits=_append_latent_traits
+)
 GATHER_ROWS = _helper("gather_rows", "GatherRows", "GatherRowsParams")
 GATHER_SLOTS = _helper("gather_slots", "GatherSlots", "GatherSlotsParams")
 PLAN = _helper("plan", "PlanOnDevice", "plan::TablePlan")
@@ -55,7 +66,7 @@ MASK_TILES = dataclasses.replace(
     traits=_mask_tiles_traits,
 )
 
-KERNELS = (MERGE, MERGE_STATES, APPEND, GATHER_ROWS, GATHER_SLOTS, PLAN, MASK_TILES)
+KERNELS = (MERGE, MERGE_STATES, APPEND, APPEND_LATENT, GATHER_ROWS, GATHER_SLOTS, PLAN, MASK_TILES)
 
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
 AHEAD = (

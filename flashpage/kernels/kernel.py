@@ -16,7 +16,7 @@ from .devices import Device
 from .options import Options
 from .spec import KernelSpec
 from .tile import Cost, Tile
-from .work import Work
+from .work import InnerLoop, Work
 
 FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 HALF = (DType.FLOAT16, DType.BFLOAT16)
@@ -90,6 +90,7 @@ class AttentionKernel(Kernel):
             head_dim_qk=options.head_dim_qk,
             head_dim_vo=options.head_dim_vo,
             kv_source=options.kv_source,
+            latent_format=options.latent_format,
             mask_source=work.mask_source,
             position_encoding=work.position_encoding,
             tile=self.tile(work),
@@ -132,6 +133,20 @@ def dtypes(q: tuple[DType, ...], out: tuple[DType, ...]) -> tuple[Rule, ...]:
 
 def no_latent_rows(work: Work) -> str | None:
     return "it reads K and V, and no latent rows (MLA)" if work.options.is_latent else None
+
+
+def latent_options(work: Work) -> str | None:
+    """Options that no kernel has over latent rows."""
+    options = work.options
+    if not options.is_latent:
+        return None
+    if work.rotates:
+        return "it does not rotate latent rows (pos_encoding_mode ROPE_LLAMA): rotate them before they are cached"
+    if options.latent_format == "plain" and options.kv_dtype is not options.q_dtype:
+        return f"it reads no latent rows of {options.kv_dtype.value}"
+    if options.latent_format != "plain" and (work.loop is not InnerLoop.PLAIN or work.mask_source != "implicit"):
+        return "it has no custom masks, variants and soft caps over latent rows in fp8"
+    return None
 
 
 def head_dims(least: int, most: int, step: int) -> Rule:

@@ -10,6 +10,7 @@ from .. import native
 from ..base import checks
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, PlanError
+from . import latent_formats
 
 SPLIT_BALANCED, SPLIT_NEVER = 0, -1  # csrc/flashpage.h, fp_schedule::fixed_piece_tokens
 _LONGEST = 2**30  # tokens: more than any context
@@ -19,7 +20,9 @@ _LONGEST = 2**30  # tokens: more than any context
 class Options:
     """Everything of a plan but its lengths; with the rows of a request, it decides the kernel and the schedule."""
 
-    kv_source: str  # paged | ragged | latent (pages of rows whose first head_dim_vo columns are V as well)
+    # paged | ragged | latent (pages of rows whose first head_dim_vo columns are V as well) | selected (such rows, but a
+    # row of q lists the tokens that it reads)
+    kv_source: str
     num_q_heads: int
     num_kv_heads: int
     head_dim_qk: int
@@ -36,6 +39,7 @@ class Options:
     has_mask: bool = False  # the mask alone decides what a row sees; causal is then False, as in FlashInfer
     variant: Any = None  # variants.Variant | None, compared by identity
     fixed_piece_tokens: int = SPLIT_BALANCED  # > 0: every request is cut at multiples of it, in any batch
+    latent_format: str = "plain"  # how latent rows are stored: plain (q's type) or latent_formats.py
     uniform_q_len: int = 0  # rows of every request, if all have the same number (decode); 0: the lengths give them
 
     @functools.cached_property
@@ -48,8 +52,17 @@ class Options:
         return self.kv_source != "ragged"
 
     @property
+    def is_selected(self) -> bool:
+        return self.kv_source == "selected"
+
+    @property
+    def page_span(self) -> int:
+        """Tokens of one entry of the page numbers or, if rows list their tokens, of the lists; 0: ragged."""
+        return 1 if self.is_selected else self.page_size
+
+    @property
     def is_latent(self) -> bool:
-        return self.kv_source == "latent"
+        return self.kv_source in ("latent", "selected")
 
     @property
     def halves(self) -> tuple[str, str]:
@@ -60,11 +73,20 @@ class Options:
     def half_dims(self) -> tuple[int, int]:
         """The numbers of columns of the two parts."""
         qk, vo = self.head_dim_qk, self.head_dim_vo
+        if self.packed_rows is not None:
+            return self.packed_rows.row_bytes, 0
         return (vo, qk - vo) if self.is_latent else (qk, vo)
+
+    @property
+    def packed_rows(self) -> latent_formats.PackedRows | None:
+        """The format of latent rows that hold their scales."""
+        return latent_formats.packed(self.latent_format)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's K and V for one head."""
+        if self.packed_rows is not None:
+            return self.packed_rows.row_bytes
         columns = self.head_dim_qk + (0 if self.is_latent else self.head_dim_vo)
         return columns * self.kv_dtype.size
 
@@ -161,6 +183,7 @@ def check_options(
     disable_split_kv: bool,
     uniform_q_len: Any = 0,
     chunk: Any = None,
+    latent_format: str = latent_formats.PLAIN,
 ) -> Options:
     """Checks every argument of `plan` except the lengths. Options that no kernel supports are refused later
     (choose.py)."""
@@ -184,7 +207,10 @@ def check_options(
         position_encoding=checks.position_encoding(pos_encoding_mode),
         has_mask=has_mask,
         variant=check_variant(variant),
-        fixed_piece_tokens=check_split(fixed_split_size, disable_split_kv, page_size or 1),
+        latent_format=latent_format,
+        fixed_piece_tokens=check_split(
+            fixed_split_size, disable_split_kv, 1 if kv_source == "selected" else page_size or 1
+        ),
         uniform_q_len=checks.whole("q_len_per_req", uniform_q_len, 0),
     )
 

@@ -25,7 +25,8 @@ class KernelSpec:
     out_dtype: DType = DType.BFLOAT16
     head_dim_qk: int = 0
     head_dim_vo: int = 0
-    kv_source: str = "paged"  # paged | ragged | latent
+    kv_source: str = "paged"  # Options.kv_source
+    latent_format: str = "plain"  # latent rows: LatentFormat of include/flashpage/common/types.h
     # implicit (causal and window at run time) | packed_bits | function (the variant's; evaluated for each tile before
     # the run)
     mask_source: str = "implicit"
@@ -38,6 +39,10 @@ class KernelSpec:
     @property
     def backend(self) -> str:
         return "cpu" if self.kernel.startswith("cpu_") else "cuda"
+
+    @property
+    def is_latent(self) -> bool:
+        return self.kv_source in ("latent", "selected")
 
     @property
     def ctas(self) -> int:
@@ -119,7 +124,8 @@ _FIELDS: dict[str, judged.Judge] = {
     "out_dtype": _dtype,
     "head_dim_qk": _HEAD_DIM,
     "head_dim_vo": _HEAD_DIM,
-    "kv_source": judged.choice("paged", "ragged", "latent"),
+    "kv_source": judged.choice("paged", "ragged", "latent", "selected"),
+    "latent_format": judged.choice("plain", "scaled", "deepseek_v32", "deepseek_v4"),
     "mask_source": judged.choice("implicit", "packed_bits", "function"),
     "position_encoding": judged.choice("none", "rope"),
     "tile": _tile,

@@ -46,7 +46,7 @@ class TableLengths:
                 f"table_rows has {len(table_rows)} entries but seq_lens {self.batch}: pass one for each request."
             )
         self.tables = _check_tables(block_tables, self.batch if table_rows is None else 1, device)
-        self.page_size, self.rows_a_request = options.page_size, options.uniform_q_len
+        self.page_size, self.rows_a_request = options.page_span, options.uniform_q_len
         if q_indptr is not None:
             _entries(q_indptr, "qo_indptr", device, (torch.int32,))
             if batch_of(q_indptr, "qo_indptr") != self.batch:
@@ -61,7 +61,7 @@ class TableLengths:
         self.max_rows = max_rows if q_indptr is not None else self.batch * options.uniform_q_len
         self.max_page = -1
         if device.type == "cpu" or _is_checked():
-            self._check_numbers()
+            self._check_numbers(has_pages=not options.is_selected)
         self.struct = native.Tables(
             q_indptr=_address(self.q_indptr, "qo_indptr"),
             seq_lens=_address(self.seq_lens, "seq_lens"),
@@ -75,7 +75,7 @@ class TableLengths:
             batch=self.batch,
             q_len_per_request=options.uniform_q_len,
             max_rows=self.max_rows,
-            page_size=options.page_size,
+            page_size=options.page_span,
         )
         self.address = ctypes.addressof(self.struct)
 
@@ -96,7 +96,7 @@ class TableLengths:
         pages = -(-lens // self.page_size)
         return q_indptr, torch.cat([pages.new_zeros(1), pages.cumsum(0)]), lens
 
-    def _check_numbers(self) -> None:
+    def _check_numbers(self, *, has_pages: bool) -> None:
         q_indptr, _, lens = self.numbers()
         most = self.tables.shape[1] * self.page_size
         for name, numbers, wrong, says in (
@@ -112,6 +112,8 @@ class TableLengths:
             if bool(wrong.any()):
                 i = int(wrong.nonzero()[0])
                 raise PlanError(f"{name} has {int(numbers[i])} for request {i}, which {says}.")
+        if not has_pages:
+            return
         pages, tables = -(-lens // self.page_size), self.read
         if self.table_rows is not None:
             rows = self.table_rows[: len(lens)].long()

@@ -102,7 +102,7 @@ class OptionPlan:
         options = self.options
         call = native.PlanCall(batch=batch.address, context_table=self._contexts.address, row_class=_NO_CLASS)
         problem = call.problem
-        problem.page_size, problem.q_len_per_request = options.page_size, options.uniform_q_len
+        problem.page_size, problem.q_len_per_request = options.page_span, options.uniform_q_len
         problem.has_custom_mask, problem.visibility = options.has_mask, options.visibility
         problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
         may_gather = not batch.is_graph and gather_rows.runs_on(batch.device)
@@ -180,7 +180,7 @@ class OptionPlan:
         contexts = ContextClass.USUAL
         call.contexts = -1
         if self._contexts.may_differ and not batch.is_graph:
-            contexts = self._contexts.of(requests, rows, batch.tokens(options.page_size))
+            contexts = self._contexts.of(requests, rows, batch.tokens(options.page_span))
             call.contexts = CLASSES.index(contexts)
         self.gathered, self._is_of_all = gathered, batch.is_graph
         whole = self._prepared_for(batch, requests, rows, contexts=contexts, gathers=gathered is not None)
@@ -255,7 +255,7 @@ class OptionPlan:
             return
         result, call = self.call.result, self.call
         if status == native.BAD_LENGTHS:
-            raise lengths.complaint(result, batch.names, self.options.page_size)
+            raise lengths.complaint(result, batch.names, self.options.page_span)
         if status == native.WORKSPACE_TOO_SMALL:
             raise PlanError(
                 f"int_workspace_buffer has {call.capacity} bytes but this plan needs {result.used_bytes}. "

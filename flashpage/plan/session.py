@@ -153,7 +153,7 @@ class Planner(OptionPlans):
         if longest != batch.longest:
             batch.use_bounds(longest)
         status = first.plan(batch, given, kv_indices)
-        if status == native.OTHER_TENSORS and (host := batch.copied_to_host(given, self.options.page_size)) is not None:
+        if status == native.OTHER_TENSORS and (host := batch.copied_to_host(given, self.options.page_span)) is not None:
             given, status = host, first.plan(batch, host, kv_indices)
         if status:
             self._plan_judged(status, given, kv_indices, non_blocking)
@@ -171,7 +171,7 @@ class Planner(OptionPlans):
         is_for_others = status in (native.OTHER_BATCH, native.WORKSPACE_TOO_SMALL)  # plan_held makes what is missing
         are_pages_taken = is_for_others or not self._indices_name
         if status == native.OTHER_TENSORS:
-            batch.take_judged(Lengths(*given), self.options.page_size)
+            batch.take_judged(Lengths(*given), self.options.page_span)
         elif status != native.OTHER_PAGES:
             first.check(native.OK if is_for_others else status, batch)
         end, max_page = batch.struct.kv_end, -1
@@ -277,8 +277,8 @@ class Planner(OptionPlans):
     def _judge_lengths(self, lengths: Given) -> None:
         self.invalidate()
         self.batch.tables = None
-        host = self.batch.copied_to_host(lengths, self.options.page_size)
-        self.batch.take_judged(Lengths(*lengths) if host is None else host, self.options.page_size)
+        host = self.batch.copied_to_host(lengths, self.options.page_span)
+        self.batch.take_judged(Lengths(*lengths) if host is None else host, self.options.page_span)
         self.batch.check_requests(self.batch.struct.requests)
 
     def set_mask(self, mask: Mask | None, non_blocking: bool) -> None:
@@ -293,18 +293,18 @@ class Planner(OptionPlans):
 
     def bits(self) -> torch.Tensor:
         """Mask bits of each request of the present plan, q_len x kv_len, int64."""
-        q_indptr, _, kv_lens = self.batch.numbers(self.options.page_size)
+        q_indptr, _, kv_lens = self.batch.numbers(self.options.page_span)
         return q_indptr.diff() * kv_lens
 
     def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_indptr, kv_indptr and last_page_len of the present plan, int64 on the host."""
-        q_indptr, kv_indptr, kv_lens = self.batch.numbers(self.options.page_size)
-        page_size = max(1, self.options.page_size)
+        q_indptr, kv_indptr, kv_lens = self.batch.numbers(self.options.page_span)
+        page_size = max(1, self.options.page_span)
         return q_indptr, kv_indptr, torch.where(kv_lens > 0, (kv_lens - 1) % page_size + 1, 0)
 
     def kv_lens(self) -> torch.Tensor:
         """Tokens of each request of the present plan, int64 on the host."""
-        return self.batch.numbers(self.options.page_size)[2]
+        return self.batch.numbers(self.options.page_span)[2]
 
     def find(self, variation: OptionOverride) -> OptionPlan:
         """The plan for a run's options. New ones are planned now, and at later plans as long as runs use them between

@@ -16,7 +16,7 @@ import torch
 from .. import jit, native
 from ..base import checks, kv_view, tensor_memory
 from ..base.errors import RunError
-from ..kernels import devices, tensor_maps
+from ..kernels import devices, latent_formats, tensor_maps
 from ..kernels.options import RunOptions, check_rope, check_scale
 from ..plan.gather_rows import Rows
 from ..plan.launches import LaunchList
@@ -132,6 +132,7 @@ class Binding:
             ("out", out_strides, options.head_dim_vo, options.out_dtype),
         )
         for name, strides, dim, dtype in rows:
+            dim = 16 if options.packed_rows is not None and name in "KV" else dim  # which hold parts of 16 bytes
             alignment = kv_view.row_alignment(kernel, dim, dtype.size)
             kv_view.check_alignment(tuple(strides), dtype.size, alignment, name)
             self.alignment_mask |= alignment - 1
@@ -243,6 +244,9 @@ class Binding:
         if self.has_scales(scales):
             return
         options = self.combination.options
+        if options.latent_format == latent_formats.SCALED:
+            self._set_latent_scales(scales)
+            return
         q, *q_scale = self._scale(scales[0], "q_scale", options.num_q_heads)
         k, *k_scale = self._scale(scales[1], "k_scale", options.num_kv_heads)
         v, *v_scale = self._scale(scales[2], "v_scale", options.num_kv_heads)
@@ -253,6 +257,36 @@ class Binding:
             params.v_scale, params.v_scale_stride = v_scale
             params.score_scale, params.value_scale = score_scale, v
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
+
+    def _set_latent_scales(self, scales: tuple[Any, Any, Any]) -> None:
+        """Sets the scales of fp8 rows: a number of the shared columns goes into the scales of score and output, and
+        those of the tail are relative to it; the kernel applies tensors to elements."""
+        _, shared, tail = scales
+        k, *k_scale = (
+            self._token_scales(shared)
+            if isinstance(shared, torch.Tensor) and shared.dim() == 3
+            else self._scale(shared, "k_scale", 1)
+        )
+        v, *v_scale = self._scale(tail, "v_scale", 1)
+        if not k > 0:
+            raise RunError(f"k_scale={k}: pass a positive number.")
+        for params in (its.params for its in self.parts):
+            params.k_scale, params.k_scale_stride = k_scale
+            params.v_scale, params.v_scale_stride = v_scale
+            params.score_scale, params.value_scale, params.tail_scale = self.sm_scale * k, k, v / k
+        self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
+
+    def _token_scales(self, value: torch.Tensor) -> tuple[float, int, int]:
+        """(1, address, 1) of one scale for each token and 128 shared columns."""
+        rows, columns = self.cache_views["K"], self.combination.options.head_dim_vo
+        wanted = (rows.num_pages, rows.page_size, columns // 128)
+        checks.same_device(value, self.device, "ckv_scale_arr", RunError)
+        if columns % 128 or value.shape != wanted or value.dtype != torch.float32 or not value.is_contiguous():
+            raise RunError(
+                f"ckv_scale_arr has shape {tuple(value.shape)} and dtype {value.dtype}: "
+                f"pass contiguous float32 of {wanted}, one scale for 128 columns of a token."
+            )
+        return 1.0, tensor_memory.address(value, "ckv_scale_arr", RunError), 1
 
     def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:
         """(number, address, stride) of a scale."""

@@ -120,11 +120,24 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
 def views_of(cache: Cache, options: Options, kv_layout: str) -> tuple[kv_view.View, kv_view.View]:
     """The two parts of a cache, K and V or those of latent rows, by strides."""
     if options.is_latent:
-        return kv_view.latent_views(cache, options.head_dim_vo)
+        views = kv_view.latent_views(cache, options.half_dims[0])
+        return _rows_of_pages(views, options)
     if options.is_paged:
         return kv_view.paged_views(cache, kv_layout)
     k, v = cache
     return kv_view.ragged_view(k, kv_layout, "k"), kv_view.ragged_view(v, kv_layout, "v")
+
+
+def _rows_of_pages(views: tuple[kv_view.View, kv_view.View], options: Options) -> tuple[kv_view.View, kv_view.View]:
+    """Without the distance of tokens, if the format has another one."""
+    packed, rows = options.packed_rows, views[0]
+    if packed is None or not packed.by_page:
+        return views
+    if rows.page_size > 1 and rows.token_stride != packed.row_bytes:
+        raise RunError(
+            f"kv_cache has tokens {rows.token_stride} bytes apart: pass pages of {packed.row_bytes} a token."
+        )
+    return rows._replace(token_stride=0), views[1]._replace(token_stride=0)
 
 
 def check_cache(

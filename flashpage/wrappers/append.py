@@ -8,9 +8,15 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..base import checks, env, kv_view, tensor_memory
+from ..base.dtypes import DType
 from ..base.errors import FlashpageError, RunError
+from ..kernels import latent_formats
+from ..kernels.latent_formats import check_format
 from ..plan.lengths import batch_of
 from . import operators
+from .latent_append import LatentWrite, Places, Scales
+
+_WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
 
 
 def append_paged_kv_cache(
@@ -70,33 +76,50 @@ def append_paged_kv_cache(
             ("kv_indptr", kv_indptr, None),
         )
     ]
-    if _index(kv_last_page_len, "kv_last_page_len", None, device).shape[0] != batch:
-        raise RunError(
-            f"kv_last_page_len has {kv_last_page_len.shape[0]} entries but kv_indptr has {batch} requests: "
-            "pass one entry for each."
-        )
+    _check_last_page_len(kv_last_page_len, batch, device)
     operators.call("append_paged_kv_cache", append_key, append_value, *indices, cache, kv_layout)
 
 
 def append_paged_mla_kv_cache(
     append_ckv: torch.Tensor,
-    append_kpe: torch.Tensor,
+    append_kpe: torch.Tensor | None,
     batch_indices: torch.Tensor,
     positions: torch.Tensor,
     ckv_cache: torch.Tensor,
-    kpe_cache: torch.Tensor,
+    kpe_cache: torch.Tensor | None,
     kv_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor,
+    *,
+    ckv_scale: Any = None,
+    ckv_scale_arr: torch.Tensor | None = None,
+    kpe_scale: Any = None,
+    kv_row_format: str | None = None,
 ) -> None:
-    """Writes latent rows and rotated keys of new tokens to their pages.
+    """Writes latent rows and rotated keys of new tokens to their pages, in one launch.
 
     Args:
-        append_ckv, append_kpe: [nnz, ckv_dim] and [nnz, kpe_dim], of the caches' type, last dimension contiguous.
+        append_ckv, append_kpe: [nnz, ckv_dim] and [nnz, kpe_dim], last dimension contiguous, of the caches' type, or
+            of 16 or 32 bits for caches in fp8, which they are quantised to.
         ckv_cache, kpe_cache: [pages, page_size, ckv_dim] and [pages, page_size, kpe_dim], any strides; written.
+        ckv_scale, kpe_scale: caches of float8_e4m3fn: elements are divided by them (None: 1).
+        ckv_scale_arr: in place of ckv_scale, float32 [pages, page_size, ckv_dim / 128], written: each 128 columns of a
+            token get the least power of two by which they fit.
+        kv_row_format: "deepseek_v32" or "deepseek_v4": ckv_cache is the cache of bytes, and kpe_cache None. For V4
+            append_ckv has all 512 columns, and append_kpe is None.
 
     The other arguments are those of append_paged_kv_cache.
     """
+    is_e4m3 = isinstance(ckv_cache, torch.Tensor) and ckv_cache.dtype is torch.float8_e4m3fn
+    is_given = isinstance(append_ckv, torch.Tensor) and append_ckv.dtype is torch.float8_e4m3fn
+    if kv_row_format is not None or (is_e4m3 and not is_given):
+        lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+        scales = Scales(ckv_scale, ckv_scale_arr, kpe_scale)
+        _append_in_fp8((append_ckv, append_kpe), (ckv_cache, kpe_cache), lists, scales, kv_row_format)
+        return
+    checks.refuse_given(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+    append_kpe = checks.tensor(append_kpe, "append_kpe", RunError)
+    kpe_cache = checks.tensor(kpe_cache, "kpe_cache", RunError)
     caches_given = (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache))
     for dims, shape, given in (
         (2, "[nnz, dim]", (("append_ckv", append_ckv), ("append_kpe", append_kpe))),
@@ -113,6 +136,60 @@ def append_paged_mla_kv_cache(
         names = {"paged_kv_cache": "ckv_cache and kpe_cache", "append_key": "append_ckv", "append_value": "append_kpe"}
         error.use_names(names | {"paged_kv_cache[0]": "ckv_cache", "paged_kv_cache[1]": "kpe_cache"})
         raise
+
+
+def _append_in_fp8(
+    given: tuple[Any, Any], caches: tuple[Any, Any], places: tuple[Any, ...], scales: Scales, kv_row_format: Any
+) -> None:
+    rows = [("append_ckv", given[0])] + ([] if given[1] is None else [("append_kpe", given[1])])
+    written = [("ckv_cache", caches[0])] + ([] if caches[1] is None else [("kpe_cache", caches[1])])
+    operators.check_plain(*rows, *written)
+    nnz, device = len(checks.tensor(given[0], "append_ckv", RunError)), given[0].device
+    for name, tensor in rows:
+        if tensor.dim() != 2 or len(tensor) != nnz or tensor.dtype not in _WIDE or tensor.dtype != given[0].dtype:
+            raise RunError(
+                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: "
+                "pass [nnz, dim] of float16, bfloat16 or float32, equal for both parts."
+            )
+        checks.same_device(tensor, device, name, RunError)
+        checks.dense_last(tensor, name, RunError)
+    dims = (given[0].shape[1], 0 if given[1] is None else given[1].shape[1])
+    row_format, _ = check_format(kv_row_format, DType.FLOAT8_E4M3, dims)
+    packed = latent_formats.packed(row_format)
+    columns = dims if packed is None else (packed.row_bytes, 0)
+    if packed is not None:
+        checks.refuse_given(ckv_scale=scales.ckv, ckv_scale_arr=scales.ckv_of_tokens, kpe_scale=scales.kpe)
+    if scales.ckv is not None and scales.ckv_of_tokens is not None:
+        raise RunError("ckv_scale and ckv_scale_arr are both given: pass one of them.")
+    if [size for size in columns if size] != [tensor.shape[-1] for _, tensor in written]:
+        found = " and ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in written)
+        raise RunError(
+            f"{found}: pass [pages, page_size, columns] with {' and '.join(str(n) for n in columns if n)} columns."
+        )
+    types = (torch.float8_e4m3fn,) if packed is None else (torch.float8_e4m3fn, torch.uint8, torch.int8)
+    for name, tensor in written:
+        checks.same_device(tensor, device, name, RunError)
+        tensor_memory.check_written(tensor, name, RunError)
+        if tensor.dim() != 3 or tensor.dtype not in types:
+            raise RunError(f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass 3-D {types[0]}.")
+    lengths = (nnz, nnz, None, None)
+    names = ("batch_indices", "positions", "kv_indices", "kv_indptr")
+    lists = (
+        _index(*pair, length, device) for pair, length in zip(zip(places, names, strict=False), lengths, strict=True)
+    )
+    _check_last_page_len(places[4], batch_of(places[3], "kv_indptr"), device)
+    parts = tuple(tensor for _, tensor in written)
+    LatentWrite(given[0], given[1], parts, row_format).write(Places(*lists), scales)
+    torch.autograd.graph.increment_version(parts)
+
+
+def _check_last_page_len(kv_last_page_len: Any, batch: int, device: torch.device) -> None:
+    """Only its length is used."""
+    if _index(kv_last_page_len, "kv_last_page_len", None, device).shape[0] != batch:
+        raise RunError(
+            f"kv_last_page_len has {kv_last_page_len.shape[0]} entries but kv_indptr has {batch} requests: "
+            "pass one entry for each."
+        )
 
 
 def get_batch_indices_positions(

@@ -193,7 +193,7 @@ class Attention(Unique):
                 raise wrong_shape(tensor, batch + (i < 2), names[i], names[1])
         total_q = options.uniform_q_len * batch if q_indptr is None else int(q_indptr[-1])
         if kv_lens is None:
-            total_kv = int(kv_indptr[-1] - kv_indptr[0]) * max(1, options.page_size)
+            total_kv = int(kv_indptr[-1] - kv_indptr[0]) * max(1, options.page_span)
         else:
             total_kv = int(kv_lens.sum())
         return workspace_bounds(options, batch, total_q, total_kv, self.device)

@@ -7,18 +7,17 @@ import functools
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.warn import warn
 from ..plan.lengths import Names
 from ..plan.page_indices import Pages
-from ..run.checks import NO_SCALES
 from .adapter import Adapter
 from .engine_access.attributes import Buffer, Written, array_of_plan
 from .engine_access.cached_module import LatentPlanModule
 from .latent_batch import MLAPlanMetadata
+from .latent_run import caches_of, joined_query, scales_of, use_run_names
 from .plan_arguments import LatentArguments, differ
 
 _LATENT = Names("qo_indptr", "kv_indptr", "kv_len_arr", "kv_len_arr", "kv_indices")
@@ -28,8 +27,6 @@ _FLAT = (
     *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe"),
     *("page_size", "causal", "sm_scale", "q_data_type", "kv_data_type", "use_profiler"),
 )
-# The callers' names for the inner interface's cache.
-_CACHES = {"k": "ckv_cache", "v": "kpe_cache", "paged_kv_cache": "ckv_cache"}
 
 
 class BatchMLAPagedAttentionWrapper(Adapter):
@@ -90,6 +87,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         skip_softmax: bool = False,
         enable_pdl: bool | None = None,
         use_sinks: bool = False,
+        kv_row_format: str | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         qo_indptr: torch.Tensor | None = None,
@@ -108,11 +106,15 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             page_size: tokens a page.
             causal: (None: False) row r of a request sees tokens up to kv_len - q_len + r.
             sm_scale: multiplies the scores; the model's, which no shape here tells.
-            q_data_type, kv_data_type, output_dtype: types of q, of the latent rows and of the output (None: q's).
+            q_data_type, kv_data_type, output_dtype: types of q, of the latent rows and of the output (None: q's). Rows
+                of float8_e4m3fn have scales, which are given at run.
             query_layout, kv_cache_layout: "split" (two tensors) or "packed" (one); run takes both at any time.
             lse_mode: "base2", "basee", or "none": base 2, if run returns an LSE all the same; None: base 2.
             enable_pdl: programmatic dependent launch of the runs; None: if the card has it.
             use_sinks: whether runs get sinks; run takes them at any time.
+            kv_row_format: fp8 rows that hold their scales, in one cache of bytes: "deepseek_v32" (656 bytes: 512 e4m3,
+                four fp32 scales, 64 bf16) or "deepseek_v4" (584 bytes: 448 e4m3, 64 bf16, and after all rows of a page
+                eight bytes of scales each; head_dim_ckv 512, head_dim_kpe 0). None: rows of kv_data_type.
             fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
                 the rest of the batch. None: balanced.
             disable_split_kv: no request is cut.
@@ -153,7 +155,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         elif not isinstance(metadata, MLAPlanMetadata):
             raise PlanError(f"metadata={checks.shown(metadata)}: pass MLAPlanMetadata.csr, dense or dual.")
         own = {"o_data_type": output_dtype, "fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv}
-        arguments = LatentArguments(**given, **own)
+        arguments = LatentArguments(**given, **own, kv_row_format=kv_row_format)
         if differ(arguments, self._arguments):
             self._check(arguments)
         self._now = self._planned
@@ -212,22 +214,25 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             query: q_nope and q_pe in one tensor [rows, heads, head_dim_ckv + head_dim_kpe], in place of them.
             kv_cache: both caches in one tensor [pages, page_size, head_dim_ckv + head_dim_kpe], in place of them.
             sinks: [heads] fp32, natural-log units, which join the denominator.
+            ckv_scale, kpe_scale: rows of float8_e4m3fn: what their elements are multiplied by (None: 1), numbers or
+                tensors of one float32.
+            ckv_scale_arr: in place of ckv_scale, float32 [pages, page_size, head_dim_ckv / 128], contiguous: one scale
+                for 128 columns of a token.
         """
         checks.refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, kv_len=kv_len, page_table=page_table)
-        checks.refuse_given(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
-        q = _joined(_pair("query", query, q_nope=q_nope, q_pe=q_pe))
-        cache = _pair("kv_cache", kv_cache, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+        options = self._options if self._planner.active else None
+        scales = scales_of(options, ckv_scale, ckv_scale_arr, kpe_scale)
+        q = joined_query(query, q_nope, q_pe)
+        cache = caches_of(options, kv_cache, ckv_cache, kpe_cache)
         return_lse = checks.flag("return_lse", return_lse, RunError)
         if return_lse_base_on_e is not False:
             checks.flag("return_lse_base_on_e", return_lse_base_on_e, RunError)
         run = self._attention.run_of("basee" if return_lse_base_on_e or self._lse_mode == "basee" else "base2")
         try:
             part = cache if len(cache) > 1 else cache[0]
-            return run(q, part, out, lse, return_lse, self._now, NO_SCALES, sinks, self._enable_pdl)
+            return run(q, part, out, lse, return_lse, self._now, scales, sinks, self._enable_pdl)
         except FlashpageError as error:
-            error.use_names({"q": "q_nope and q_pe"} if query is None else {"q": "query"})
-            packed = dict.fromkeys((*_CACHES, *_CACHES.values()), "kv_cache")
-            error.use_names(_CACHES if kv_cache is None else packed)
+            use_run_names(error, query is not None, kv_cache is not None)
             raise
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -243,35 +248,3 @@ def _by_position(flat: tuple[Any, ...]) -> dict[str, Any]:
     given = dict(zip(_FLAT, flat, strict=False))
     checks.refuse_given(use_profiler=given.pop("use_profiler", None))
     return given
-
-
-def _pair(name: str, whole: torch.Tensor | None, **parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """One tensor, or two of which the second has columns."""
-    names = " and ".join(parts)
-    if whole is not None:
-        if any(part is not None for part in parts.values()):
-            raise RunError(f"{name} and {names} are both given: pass one tensor, or two.")
-        return (whole,)
-    first, second = (checks.tensor(part, part_name, RunError) for part_name, part in parts.items())
-    if first.dim() != 3 or second.shape[:-1] != first.shape[:-1]:
-        raise RunError(f"{names} have shapes {tuple(first.shape)} and {tuple(second.shape)}: pass equal leading sizes.")
-    if first.dtype != second.dtype:
-        raise RunError(f"{names} have dtypes {first.dtype} and {second.dtype}: pass equal types.")
-    return (first, second) if second.shape[-1] else (first,)
-
-
-def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The parts side by side: in place if their memory is, otherwise copied."""
-    first, second = parts[0], parts[-1]
-    if first is second:
-        return first
-    shape = (*first.shape[:-1], first.shape[-1] + second.shape[-1])
-    is_one = (
-        not is_dynamo_compiling()
-        and first.stride() == second.stride()
-        and first.dtype == second.dtype
-        and first.is_neg() == second.is_neg()
-        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
-        and first.storage_offset() + first.shape[-1] == second.storage_offset()
-    )
-    return first.as_strided(shape, first.stride()) if is_one else torch.cat(parts, -1)

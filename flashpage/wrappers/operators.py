@@ -187,10 +187,10 @@ def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
             f"Pass memory that starts on {4 * v.element_size()} bytes."
         )
     kernel = jit.get_kernel(KernelSpec("merge_states", q_dtype=DType.of(v.dtype)), v.device)
-    _launch(kernel, address, params.rows * params.num_heads, v.device)
+    launch_rows(kernel, address, params.rows * params.num_heads, v.device)
 
 
-def _launch(kernel: jit.LoadedKernel, address: int, warps: int, device: torch.device) -> None:
+def launch_rows(kernel: jit.LoadedKernel, address: int, warps: int, device: torch.device) -> None:
     grid = min(-(-warps // _ROWS_PER_CTA), helpers.MOST_CTAS)
     native.check(native.load().fp_launch(kernel.handle, address, grid, current_stream(device.index), 0))
 
@@ -347,7 +347,7 @@ def _append_paged_kv_cache(
         native.check(native.load().fp_cpu_append(address, size))
         return
     kernel = jit.get_kernel(KernelSpec("append", kv_dtype=helpers.COPIED[size]), append_key.device)
-    _launch(kernel, address, nnz * num_kv_heads, append_key.device)
+    launch_rows(kernel, address, nnz * num_kv_heads, append_key.device)
 
 
 def _nothing(*_: Any) -> None:
@@ -360,7 +360,7 @@ _RUN_SCHEMA = (
     "float? q_scale, float? k_scale, float? v_scale, Tensor? q_scales, Tensor? k_scales, Tensor? v_scales, "
     "Tensor? sinks, bool? enable_pdl) -> ()"
 )
-_SOURCES = "paged", "ragged", "latent"  # Options.kv_source
+_SOURCES = "paged", "ragged", "latent", "selected"  # Options.kv_source
 _OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
     *((f"run_{kv}{kind}", _RUN_SCHEMA, _run, _nothing) for kv in _SOURCES for kind in ("", "_captured")),
     (

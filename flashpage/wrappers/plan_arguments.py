@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..base import checks
 from ..base.errors import PlanError
 from ..base.warn import warn
+from ..kernels.latent_formats import check_format
 from ..kernels.options import Options, RunOptions, check_options, check_rope, check_scale, check_soft_cap, check_window
 from ..plan.session import Planner
 
@@ -145,24 +146,31 @@ class LatentArguments(NamedTuple):
     causal: Any = False
     q_data_type: Any = "float16"
     kv_data_type: Any = None
+    kv_row_format: Any = None
     o_data_type: Any = None
     fixed_split_size: Any = None
     disable_split_kv: Any = False
+    is_selected: bool = False  # each row lists its tokens
 
     def checked(self) -> tuple[Options, RunOptions]:
         """The options, and the values that runs use."""
         if self.sm_scale is None:
             raise PlanError("sm_scale=None: pass the model's, such as 192 ** -0.5, as latent rows have other columns.")
         ckv = checks.whole("head_dim_ckv", self.head_dim_ckv, 1)
+        kpe = checks.whole("head_dim_kpe", self.head_dim_kpe, 0)
+        given = None if self.kv_data_type is None else checks.dtype("kv_data_type", self.kv_data_type)
+        latent_format, kv_dtype = check_format(self.kv_row_format, given, (ckv, kpe))
         options = check_options(
-            kv_source="latent",
+            kv_source="selected" if self.is_selected else "latent",
+            uniform_q_len=int(self.is_selected),
             num_qo_heads=checks.whole("num_heads", self.num_heads, 1),
             num_kv_heads=1,
-            head_dim_qk=ckv + checks.whole("head_dim_kpe", self.head_dim_kpe, 0),
+            head_dim_qk=ckv + kpe,
             head_dim_vo=ckv,
             page_size=self.page_size,
             q_data_type=self.q_data_type,
-            kv_data_type=self.kv_data_type,
+            kv_data_type=kv_dtype,
+            latent_format=latent_format,
             o_data_type=self.o_data_type,
             causal=self.causal,
             window_left=-1,

@@ -10,6 +10,8 @@ import torch
 
 import flashpage
 from flashpage import CapabilityError, MLAPlanMetadata, PlanError, RunError
+from flashpage.kernels import choose, devices
+from flashpage.kernels.work import Problem
 
 CKV, KPE, HEADS, PAGE = 512, 64, 16, 16
 ROWS, TOKENS = (1, 3, 1), (40, 33, 5)
@@ -81,7 +83,7 @@ def test_ways_to_plan(form: str) -> None:
 
 
 def test_a_table_on_the_device_is_planned_there() -> None:
-    """On the CPU the same function is called; a card has no kernel for latent rows yet."""
+    """On the CPU the same function is called."""
     batch, wrapper = Batch(), wrapper_of()
     wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)
     wrapper._plan_tables(MLAPlanMetadata.dense(batch.q_indptr, batch.tables, batch.lens, 2))
@@ -170,6 +172,9 @@ def test_under_compile() -> None:
         ({"kv_indptr": torch.zeros(2)}, "both give the batch"),
         ({"use_profiler": True}, "use_profiler"),
         ({"skip_softmax": True}, "skip_softmax"),
+        ({"kv_row_format": "deepseek"}, "kv_row_format"),
+        ({"kv_row_format": "deepseek_v4"}, "other rows than head_dim_ckv=512 and head_dim_kpe=64: pass 512 and 0"),
+        ({"kv_row_format": "deepseek_v32", "kv_data_type": torch.bfloat16}, "leave kv_data_type None"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -184,7 +189,7 @@ def test_refused_plans(change: dict[str, Any], says: str) -> None:
     [
         ({"head_dim_ckv": 520}, "head_dim_ckv 520 is not a multiple of 8 from 16 to 512"),
         ({"head_dim_kpe": 128}, "head_dim_kpe 128"),
-        ({"kv_data_type": torch.float8_e4m3fn}, "no latent rows of float8_e4m3fn"),
+        ({"kv_data_type": torch.float8_e5m2}, "no latent rows of float8_e5m2"),
     ],
     ids=["ckv", "kpe", "fp8"],
 )
@@ -214,13 +219,47 @@ def test_refused_runs() -> None:
     close(wrapper.run(*batch.parts()), batch.out)
 
 
-def test_other_cards_say_that_they_have_no_kernel() -> None:
-    from flashpage.kernels import choose, devices
-    from flashpage.kernels.work import Problem
+def test_refused_scales_and_rows() -> None:
+    batch, wrapper = Batch(), wrapper_of()
+    q = batch.q.bfloat16()
+    options = SIZES | OPTIONS | {"q_data_type": torch.bfloat16}
+    wrapper.plan(metadata=batch.csr(), **options, kv_data_type=torch.float8_e4m3fn)
+    cache, scales = batch.cache.to(torch.float8_e4m3fn), torch.ones(*batch.cache.shape[:2], 4)
+    for given, says in (
+        ({"ckv_scale": 1.0, "ckv_scale_arr": scales}, "both given"),
+        ({"ckv_scale_arr": scales[:1]}, "ckv_scale_arr has shape"),
+        ({"ckv_scale_arr": scales.double()}, "torch.float64"),
+        ({"ckv_scale_arr": 1.0}, "ckv_scale_arr"),
+        ({"ckv_scale": 0.0}, "ckv_scale=0.0: pass a positive number"),
+        ({"kpe_scale": torch.ones(2)}, "kpe_scale has 2 entries"),
+    ):
+        with pytest.raises(RunError, match=says):
+            wrapper.run(query=q, kv_cache=cache, **given)
+    wrapper.plan(metadata=batch.csr(), **options, kv_row_format="deepseek_v32")
+    rows = torch.zeros(*batch.cache.shape[:2], 656, dtype=torch.uint8)
+    for tensors, says in (
+        ({"ckv_cache": rows, "kpe_cache": rows}, "pass kv_cache alone"),
+        ({"kv_cache": rows[..., :640]}, "a head dimension of 640 but the plan is for 656"),
+        ({"kv_cache": rows.bfloat16()}, "bfloat16"),
+        ({"kv_cache": rows, "ckv_scale": 1.0}, "only rows of kv_data_type float8_e4m3fn take it"),
+    ):
+        with pytest.raises((RunError, CapabilityError), match=says):
+            wrapper.run(query=q, **tensors)
+    assert wrapper.run(query=q, ckv_cache=rows).abs().max() == 0
 
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"q_data_type": torch.float32}, "q_data_type float32 is not among"),
+        ({"head_dim_ckv": 320}, "head_dim_ckv 320 is not a multiple of 64 up to 256, 384 or 512"),
+        ({"head_dim_kpe": 24}, "head_dim_kpe 24 is not a multiple of 16"),
+    ],
+    ids=["fp32", "ckv", "kpe"],
+)
+def test_what_cards_refuse(change: dict[str, Any], says: str) -> None:
     wrapper = wrapper_of()
-    wrapper.plan(metadata=Batch().csr(), **SIZES, **(OPTIONS | {"q_data_type": torch.bfloat16}))
-    problem = Problem(wrapper._options, 16)
-    assert choose.choose_for_card(problem, devices.H200).kernel.name == "latent_decode_sm90"
-    with pytest.raises(CapabilityError, match="no latent rows"):
-        choose.choose_for_card(problem, devices.named("A100"))
+    wrapper.plan(metadata=Batch().csr(), **(SIZES | OPTIONS | {"q_data_type": torch.bfloat16} | change))
+    for card in devices.CARDS:
+        with pytest.raises(CapabilityError, match=says):
+            choose.choose_for_card(Problem(wrapper._options, 16), card)

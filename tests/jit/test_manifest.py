@@ -29,6 +29,7 @@ SPEC = {
     "head_dim_qk": 128,
     "head_dim_vo": 128,
     "kv_source": "paged",
+    "latent_format": "plain",
     "mask_source": "implicit",
     "position_encoding": "none",
     "tile": TILE,

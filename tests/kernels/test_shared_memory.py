@@ -17,7 +17,7 @@ from flashpage.base.dtypes import DType
 from flashpage.base.errors import CapabilityError
 from flashpage.jit import Target
 from flashpage.jit.compilers import find_compiler
-from flashpage.kernels import blocks, decode_sm90, devices
+from flashpage.kernels import blocks, decode_sm90, devices, latent_formats
 from flashpage.kernels.ahead import RAGGED
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.context_classes import ContextClass
@@ -68,6 +68,11 @@ def specs_of(card: Device) -> list[KernelSpec]:
             continue  # plan refuses it, with reasons
         key = (spec.kernel, spec.tile, spec.loader, query, stored, qk, vo, spec.mask_source, spec.position_encoding)
         found.setdefault(key, spec)
+    for name, rows in itertools.product(("plain", "scaled", *latent_formats.PACKED), (16, 32, 64)):
+        stored, columns = BF16 if name == "plain" else E4M3, 512 if name == "deepseek_v4" else 576
+        options = Options("latent", 16, 1, columns, 512, 16, BF16, stored, BF16, latent_format=name)
+        spec = choose_for_card(Problem(options, rows), card).spec
+        found[spec] = spec
     for dim, stored, group in itertools.product((32, 64, 80, 96, 112, 120, 128, 192, 256), (BF16, E4M3), (4, 40)):
         spec = blocks.decode_spec(BF16, stored, dim, group, card)
         found[spec] = spec

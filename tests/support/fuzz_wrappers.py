@@ -295,16 +295,27 @@ def variable_matrices(draw: st.DrawFn, chosen: list[Format]) -> VariableRow:
 # ---------------------------------------------------------------- latent rows
 
 
+# Formats of rows, and their columns.
+_LATENT_ROWS: list[dict[str, Any]] = [
+    *({"head_dim": qk, "head_dim_vo": vo, "row_format": ""} for qk, vo in ((576, 512), (320, 256))),
+    *({"head_dim": 576, "head_dim_vo": 512, "row_format": name} for name in ("numbers", "tokens", "deepseek_v32")),
+    {"head_dim": 512, "row_format": "deepseek_v4", "cache": "tuple", "page_size": 16},
+]
+
+
 @st.composite
 def latents(draw: st.DrawFn, chosen: list[Format]) -> Case:
     """A row for tests/support/harness.py; formats of its own, as K is one head that V shares."""
     count, heads = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3, 16, 20]))
     q_lens = draw(st.lists(st.sampled_from([0, 1, 1, 2, 17]), min_size=count, max_size=count))
     q_lens, kv_lens = small(tuple(q_lens), draw(lengths(count, 400)), heads)
-    dims = dict(zip(("head_dim", "head_dim_vo"), draw(st.sampled_from([(576, 512), (320, 256)])), strict=True))
-    cache = draw(st.sampled_from(["interleaved", "tuple", "gapped"]))
-    options = {"causal": draw(st.booleans()), "q_strides": draw(st.sampled_from(["contiguous", "split"]))}
-    options |= {"page_size": draw(st.sampled_from([1, 3, 16, 64])), "sinks": draw(st.booleans()), "cache": cache}
+    selected = draw(st.sampled_from(["", "", "padded", "lengths"]))
+    options = {"causal": draw(st.booleans()) and not selected, "selected": selected}
+    options |= {"q_strides": draw(st.sampled_from(["contiguous", "split"])), "sinks": draw(st.booleans())}
+    options |= {"page_size": draw(st.sampled_from([1, 3, 16, 64]))}
+    options["cache"] = draw(st.sampled_from(["interleaved", "tuple", "gapped"]))
     options["outputs"] = draw(st.sampled_from(["given", "strided", "returned", "no_lse"]))
-    split = {"fixed_split_size": draw(st.sampled_from([0, 0, 2])), "sm_scale": 192**-0.5, "num_q_heads": heads}
-    return Case("fuzz", "drawn", kv_lens, q_lens, "latent", num_kv_heads=1, **dims, **options, **split)
+    options |= {"fixed_split_size": draw(st.sampled_from([0, 0, 2])), "sm_scale": 192**-0.5, "num_q_heads": heads}
+    options |= draw(st.sampled_from(_LATENT_ROWS))
+    options["kv_dtype"] = "float8_e4m3fn" if options["row_format"] else ""
+    return Case("fuzz", "drawn", kv_lens, q_lens, "latent", num_kv_heads=1, **options)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import latent_rows
 import torch
 from caches import poison
 from cases.case import Case
@@ -180,30 +181,40 @@ class Runner:
         workspace = poison(
             torch.empty(WORKSPACE_BYTES[self.device.split(":")[0]], dtype=torch.uint8, device=self.device)
         )
-        wrapper = self.library.BatchMLAPagedAttentionWrapper(workspace)
-        poison(wrapper._int_workspace_buffer)
-        wrapper.plan(
-            metadata=self.library.MLAPlanMetadata.csr(
-                inputs.qo_indptr, inputs.indptr, inputs.indices.to(self.device), torch.tensor(case.kv_lens)
-            ),
-            num_heads=case.num_q_heads,
-            head_dim_ckv=case.value_dim,
-            head_dim_kpe=case.head_dim - case.value_dim,
-            page_size=case.page_size,
-            causal=case.causal,
-            sm_scale=case.score_scale,
-            q_data_type=getattr(torch, case.q_dtype),
-            kv_data_type=getattr(torch, case.kv_type),
-            output_dtype=case.o_dtype or None,
-            fixed_split_size=case.fixed_split_size or None,
-            disable_split_kv=case.disable_split_kv,
-        )
+        options = {
+            "num_heads": case.num_q_heads,
+            "head_dim_ckv": case.value_dim,
+            "head_dim_kpe": case.head_dim - case.value_dim,
+            "page_size": case.page_size,
+            "sm_scale": case.score_scale,
+            "q_data_type": getattr(torch, case.q_dtype),
+            "kv_data_type": None if case.packed_format else getattr(torch, case.kv_type),
+            "kv_row_format": case.packed_format or None,
+            "output_dtype": case.o_dtype or None,
+            "fixed_split_size": case.fixed_split_size or None,
+            "disable_split_kv": case.disable_split_kv,
+        }
+        if case.selected:
+            assert inputs.masks is not None
+            wrapper = self.library.BatchMLASparseAttentionWrapper(workspace)
+            indices, lengths = latent_rows.lists(case, inputs.indptr, inputs.indices, inputs.masks)
+            wrapper.plan(indices.to(self.device), lengths, **options)
+        else:
+            wrapper = self.library.BatchMLAPagedAttentionWrapper(workspace)
+            poison(wrapper._int_workspace_buffer)
+            pages = (inputs.indptr, inputs.indices.to(self.device), torch.tensor(case.kv_lens))
+            metadata = self.library.MLAPlanMetadata.csr(inputs.qo_indptr, *pages)
+            wrapper.plan(metadata=metadata, causal=case.causal, **options)
         q = self.q()
         parts = [q[..., : case.value_dim], q[..., case.value_dim :]]
         if case.q_strides == "split":
             parts = [part.contiguous() for part in parts]
         caches = [half.squeeze(2) for half in inputs.cache.argument(self.device)]
-        extra = {} if inputs.sinks is None else {"sinks": inputs.sinks.to(self.device)}
+        extra = latent_rows.run_arguments(case, inputs.cache, self.device)
+        if case.packed_format:
+            parts, caches, extra = [], [], {"query": q, "kv_cache": caches[0]}
+        if inputs.sinks is not None:
+            extra["sinks"] = inputs.sinks.to(self.device)
         if case.outputs in ("given", "strided"):
             given = self.make_outputs()
             wrapper.run(*parts, *caches, out=given.out, lse=given.lse, return_lse=True, **extra)

@@ -6,6 +6,7 @@ import dataclasses
 import zlib
 from typing import Any
 
+import latent_rows
 import torch
 from caches import Cache, Shape, poison, write_pages
 from cases.case import Case
@@ -59,12 +60,13 @@ def make_inputs(case: Case) -> Inputs:
         return [torch.randn(n, heads, dim, generator=generator).to(getattr(torch, dtype)) for n in lengths]
 
     q = rows(case.q_lens, case.num_q_heads, case.head_dim, case.q_dtype)
-    k = rows(case.kv_lens, case.num_kv_heads, case.head_dim, case.kv_type)
+    k = rows(case.kv_lens, case.num_kv_heads, case.head_dim, "float32" if case.row_format else case.kv_type)
     v = rows(case.kv_lens, case.num_kv_heads, case.value_dim, case.kv_type)
     if case.entry == "latent":
+        k = latent_rows.exact(case, k)
         v = [row[..., : case.value_dim] for row in k]
     shapes = zip(case.q_lens, case.kv_lens, strict=True)
-    masks = [_mask(case.mask_kind, *shape, generator) for shape in shapes] if case.mask else None
+    masks = [_mask(case.mask_kind, *shape, generator) for shape in shapes] if case.mask or case.selected else None
     sinks = torch.randn(case.num_q_heads, generator=generator) if case.sinks else None
     return assemble(case, q, k, v, masks, sinks)
 
@@ -90,7 +92,7 @@ def assemble(
     place = _ragged if is_ragged(case) else _paged
     parts = (k, v)
     if case.entry == "latent":
-        parts = (v, [row[..., case.value_dim :] for row in k])
+        parts = latent_rows.halves(case, k)
     cache, indptr, indices, last_page_len = place(case, *(_hidden(case, part) for part in parts))
     qo_indptr = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32)
     return Inputs(case, q, k, v, cache, qo_indptr, indptr, indices, last_page_len, masks, _scales(case), sinks)
@@ -119,12 +121,13 @@ def _hidden(case: Case, rows: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _paged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Cache, Any, Any, Any]:
     pages = sum(-(-n // case.page_size) for n in case.kv_lens) + SPARE_PAGES
-    dims = (case.head_dim, case.value_dim)
+    shape = Shape(pages, case.page_size, case.num_kv_heads, case.head_dim, case.value_dim)
+    dtype = getattr(torch, case.kv_type)
     if case.entry == "latent":
-        dims = (case.value_dim, case.head_dim - case.value_dim)
-    shape = Shape(pages, case.page_size, case.num_kv_heads, *dims)
-    cache = Cache.make(case.cache, shape, case.kv_layout, getattr(torch, case.kv_type))
+        shape, dtype = latent_rows.shape_of(case, pages)
+    cache = Cache.make(case.cache, shape, case.kv_layout, dtype)
     indptr, indices, last_page_len = write_pages(cache, case.kv_lens, k, v, seed=len(case.name))
+    latent_rows.arrange(case, cache)
     if case.cache == "indexed":
         indices = torch.cat([indices, torch.full((256,), 2**30, dtype=torch.int32)])
     return cache, indptr, indices, last_page_len

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flashpage import native
+from flashpage import kernels, native
 from flashpage.base import env
-from flashpage.kernels.spec import VariantSpec
+from flashpage.kernels.spec import KernelSpec, VariantSpec
 from flashpage.variants.source import render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,13 +103,26 @@ def _built(name: str, command: list[str], folder: Path | None = None) -> Path:
 @functools.cache
 def variant_flags(spec: VariantSpec) -> tuple[str, ...]:
     """A build for sources that include VARIANT, the rendered struct."""
-    struct = render(spec)
-    path = folder_of(struct) / "variant.h"
+    return _included("VARIANT", render(spec))
+
+
+@functools.cache
+def traits_flags(spec: KernelSpec) -> tuple[str, ...]:
+    """A build for sources that include TRAITS, the rendered structs of a kernel."""
+    kernel = kernels.find(spec.kernel)
+    assert kernel is not None
+    lines = "\n".join(kernel.traits(spec))
+    return _included("TRAITS", f"{render(spec.variant)}\nstruct Traits {{\n{lines}\n}};\n")
+
+
+def _included(macro: str, text: str) -> tuple[str, ...]:
+    """A build for sources that include the text as the file that the macro names."""
+    path = folder_of(text) / "included.h"
     if not path.exists():
         partial = path.with_name(f"partial-{os.getpid()}.h")
-        partial.write_text(struct)
+        partial.write_text(text)
         partial.rename(path)
-    return (f'-DVARIANT="{path}"',)
+    return (f'-D{macro}="{path}"',)
 
 
 @functools.cache

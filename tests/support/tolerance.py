@@ -1,6 +1,6 @@
 """The allowed error of a kernel against the fp64 reference, derived from the roundings of the numerical contract.
 
-Inputs are compared as stored, so they carry no error. Three roundings remain.
+Inputs are compared as stored, so they carry no error. These roundings remain.
 
 * Weights p enter the second product as 16-bit numbers if q is 16-bit (unit roundoff u: 2^-8 for bf16, 2^-11 for
   fp16, which also stands for fp8), and the output is rounded to its type; u is the larger of the two. So an element is
@@ -11,6 +11,7 @@ Inputs are compared as stored, so they carry no error. Three roundings remain.
   by the factor 1 +- s, and the lse by at most s.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
   the spread of scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
+* Latent rows in fp8 with scales that are no powers of two are rounded to q's type, as keys and as values.
 
 Hopper can multiply fp8 queries with fp8 keys, and probabilities as fp8 with fp8 values (has_fp8_products). Then:
 
@@ -66,6 +67,8 @@ def limits(case: Case, expected: State, *, fp8_products: bool = False) -> Limits
         weight = max(unit, E4M3) + score + FP8_SUMS * math.ceil(most / 32)
     else:
         weight = unit + score + SUM_SLACK * FP32 * math.sqrt(most)
+    if case.has_uneven_scales:
+        weight += unit  # values are rounded as keys are
     is_half = case.has_fp8_query or "float16" in (case.q_dtype, case.out_type)
     subnormal = 2.0**-17 if fp8_products else 2.0**-24
     smallest = subnormal * math.sqrt(most) if is_half else 1e-30  # subnormal weights
@@ -89,6 +92,8 @@ def score_error(case: Case, *, fp8_products: bool = False) -> float:
         transforms += 8 * FP32 * case.soft_cap  # tanh within a few units of its largest value
     if case.position == "ALIBI" or case.variant:
         transforms += 8 * FP32 * max(case.kv_lens)  # slope times distance, added to the score
+    if case.has_uneven_scales:
+        transforms += spread * 2.0 * _query_unit(case)
     if case.position == "ROPE_LLAMA":
         transforms += spread * (3.0 * _query_unit(case) + 4 * FP32 * max(*case.kv_lens, *case.q_lens))
     return products + transforms

@@ -312,7 +312,7 @@ def _plan_arrays(
     options: Options, schedule: native.Schedule, q_lens: list[int], kv_lens: list[int]
 ) -> tuple[native.PlanResult, bytes]:
     lens = np.asarray(kv_lens, np.int64)
-    entries = -(-lens // options.page_size) if options.page_size else lens
+    entries = -(-lens // options.page_span) if options.page_span else lens
     arrays = [_indptr(np.asarray(q_lens, np.int64)), _indptr(entries), lens]
     pointers = [native.IndexArray(a.ctypes.data, 1, 1, len(a)) for a in arrays]
     problem = native.ProblemStruct(
@@ -320,7 +320,7 @@ def _plan_arrays(
         q_indptr=pointers[0],
         kv_indptr=pointers[1],
         kv_lens=pointers[2],
-        page_size=options.page_size,
+        page_size=options.page_span,
         num_q_heads=options.num_q_heads,
         num_kv_heads=options.num_kv_heads,
         visibility=options.visibility,

@@ -54,8 +54,13 @@ struct select_type<false, A, B> {
   using type = B;
 };
 
-// latent: pages of rows that all query heads read; K is the whole row, V its first head_dim_vo columns.
-enum class KvSource { paged, ragged, latent };
+// latent: pages of rows that all query heads read; K is the whole row, V its first head_dim_vo columns. selected: such
+// rows, but each row of q lists the tokens that it reads.
+enum class KvSource { paged, ragged, latent, selected };
+template <KvSource source>
+inline constexpr bool is_latent = source == KvSource::latent || source == KvSource::selected;
+// How the cache stores latent rows: params/latent_format.h.
+enum class LatentFormat { plain, scaled, deepseek_v32, deepseek_v4 };
 // Masks in addition to causal and window, which are run-time values. `function` is a variant's mask; a kernel evaluates
 // it for each tile before the attention kernel runs.
 enum class MaskSource { implicit, packed_bits, function };

@@ -8,8 +8,7 @@ namespace flashpage::cpu {
 
 // Sets `tile` to the one that begins at token `begin` of the unit; it is empty at the unit's end.
 template <class Traits>
-void locate_tile(const Work<Traits>& work, i32 begin,
-                 KvTile<Traits::kv_source, typename Traits::StoredCache, Traits::tile_kv>& tile) {
+void locate_tile(const Work<Traits>& work, i32 begin, KvTile<Traits>& tile) {
   tile.begin = begin;
   tile.count = min_of(Traits::tile_kv, work.unit.end - begin);
   locate_rows(work.params, *work.unit.item, work.unit.kv_head, tile);
@@ -48,10 +47,12 @@ void attend_unit(Work<Traits>& work) {
 template <class Traits>
 void attention(const AttentionParams& params, const VariantArgs& args, i32 cta_begin, i32 cta_end) {
   Work<Traits> work(params, args);
+  AttentionParams of_units = params;
+  if constexpr (converts_latents<Traits>) of_units.k_scale = of_units.v_scale = nullptr;  // they scale elements
   for (i32 cta = cta_begin; cta < cta_end; ++cta)
     for_each_item(params.plan, cta, [&](const WorkItem& item) {
       for (i32 u = 0; u < item.num_units; ++u) {
-        make_unit(params, item, u, work.unit);
+        make_unit(of_units, item, u, work.unit);
         attend_unit(work);
       }
     });

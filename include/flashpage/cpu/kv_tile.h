@@ -1,7 +1,7 @@
 // A tile of tokens: where its rows of K and V are, and how they are packed into the panels that products read.
 #pragma once
 #include "flashpage/cpu/product.h"
-#include "flashpage/params/params.h"
+#include "flashpage/params/latent_format.h"
 
 namespace flashpage::cpu {
 
@@ -11,13 +11,17 @@ inline constexpr int max_head_dim = 576;
 template <class Kv>
 inline constexpr Kv zero_row[max_head_dim] = {};
 
-template <KvSource source, class Kv, int tile_kv>
+template <class Traits>
 struct KvTile {
-  static constexpr bool is_latent = source == KvSource::latent;
+  using Kv = typename Traits::StoredCache;
+  static constexpr int tokens = Traits::tile_kv;
+  static constexpr bool has_tails = is_latent<Traits::kv_source>, is_selected = Traits::kv_source == KvSource::selected;
   i32 begin, count;  // tokens of the request
-  const Kv* keys[tile_kv];
-  const Kv* values[tile_kv];
-  const Kv* key_tails[is_latent ? tile_kv : 1];  // latent: the columns of K that V lacks
+  const Kv* keys[tokens];
+  const Kv* values[tokens];
+  const Kv* key_tails[has_tails ? tokens : 1];                // latent: the columns of K that V lacks
+  LatentParts parts[converts_latents<Traits> ? tokens : 1];   // in fp8, instead of keys, values and tails
+  u32 exists[is_selected ? ceil_div(tokens, num_lanes) : 1];  // a bit for each token
 };
 
 template <class Kv>
@@ -26,10 +30,63 @@ inline const Kv* kv_row(const KvView& view, i64 page, i64 token, i64 head) {
          head * view.head_stride;
 }
 
+// Finds the slot of a token of latent rows; false: it has none (selected).
+template <KvSource source>
+bool find_slot(const AttentionParams& params, const WorkItem& item, i32 token, CacheSlot& slot) {
+  u32 number, in_page;
+  if constexpr (source == KvSource::selected) {
+    const i32 found = params.kv_indices[item.kv_offset + token];
+    if (found < 0) return false;
+    params.page.divmod(found, number, in_page);
+    slot = {number, in_page};
+  } else {
+    params.page.divmod(token, number, in_page);
+    slot = {params.kv_indices[item.kv_offset + number], in_page};
+  }
+  return true;
+}
+
+// Latent rows that are in fp8 or listed one by one.
+template <class Traits>
+void locate_slots(const AttentionParams& params, const WorkItem& item, KvTile<Traits>& tile) {
+  using Kv = typename Traits::StoredCache;
+  if constexpr (KvTile<Traits>::is_selected) __builtin_memset(tile.exists, 0, sizeof tile.exists);
+  for (i32 i = 0; i < tile.count; ++i) {
+    CacheSlot slot = {};
+    const bool exists = find_slot<Traits::kv_source>(params, item, tile.begin + i, slot);
+    if constexpr (KvTile<Traits>::is_selected) tile.exists[i / num_lanes] |= u32{exists} << i % num_lanes;
+    if constexpr (converts_latents<Traits>) {
+      using Format = typename LatentFormatOf<Traits, Traits::latent_format>::type;
+      tile.parts[i] = exists ? Format::find(params, slot) : LatentParts{};
+    } else {
+      tile.keys[i] = exists ? kv_row<Kv>(params.k, slot.page, slot.in_page, 0) : zero_row<Kv>;
+      tile.key_tails[i] = exists ? kv_row<Kv>(params.v, slot.page, slot.in_page, 0) : zero_row<Kv>;
+      tile.values[i] = tile.keys[i];
+    }
+  }
+}
+
+// The row of slots without a token.
+template <class Traits>
+void fill_rows(KvTile<Traits>& tile) {
+  using Kv = typename Traits::StoredCache;
+  for (i32 slot = tile.count; slot < round_up(tile.count, num_lanes); ++slot) {
+    tile.keys[slot] = zero_row<Kv>;
+    tile.values[slot] = zero_row<Kv>;
+    if constexpr (KvTile<Traits>::has_tails) tile.key_tails[slot] = zero_row<Kv>;
+  }
+}
+
 // Latent rows: `params.k` has the columns that K and V share, `params.v` the tails of K.
-template <KvSource source, class Kv, int tile_kv>
-void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_head, KvTile<source, Kv, tile_kv>& tile) {
-  constexpr bool is_latent = source == KvSource::latent;
+template <class Traits>
+void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_head, KvTile<Traits>& tile) {
+  using Kv = typename Traits::StoredCache;
+  constexpr KvSource source = Traits::kv_source;
+  constexpr bool has_tails = KvTile<Traits>::has_tails;
+  if constexpr (converts_latents<Traits> || KvTile<Traits>::is_selected) {
+    locate_slots(params, item, tile);
+    return fill_rows(tile);
+  }
   const i32 end = tile.begin + tile.count;
   for (i32 token = tile.begin; token < end;) {
     i64 page = 0, in_page = item.kv_offset + token;
@@ -45,16 +102,12 @@ void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_hea
     const Kv* value = kv_row<Kv>(params.v, page, in_page, kv_head);
     for (i32 i = 0, slot = token - tile.begin; i < run; ++i, ++slot) {
       tile.keys[slot] = key + i * params.k.token_stride;
-      if constexpr (is_latent) tile.key_tails[slot] = value + i * params.v.token_stride;
-      tile.values[slot] = is_latent ? tile.keys[slot] : value + i * params.v.token_stride;
+      if constexpr (has_tails) tile.key_tails[slot] = value + i * params.v.token_stride;
+      tile.values[slot] = has_tails ? tile.keys[slot] : value + i * params.v.token_stride;
     }
     token += run;
   }
-  for (i32 slot = tile.count; slot < round_up(tile.count, num_lanes); ++slot) {
-    tile.keys[slot] = zero_row<Kv>;
-    tile.values[slot] = zero_row<Kv>;
-    if constexpr (is_latent) tile.key_tails[slot] = zero_row<Kv>;
-  }
+  fill_rows(tile);
 }
 
 // The rows that are packed next; they are prefetched while other rows are packed.

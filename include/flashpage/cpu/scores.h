@@ -1,6 +1,6 @@
 // Scores: dot products of queries and keys.
 #pragma once
-#include "flashpage/cpu/work.h"
+#include "flashpage/cpu/converted_rows.h"
 
 namespace flashpage::cpu {
 
@@ -40,13 +40,18 @@ void pack_tile_keys(Work<Traits>& work) {
     const Operand* rows[Traits::tile_kv];
     work.rotation.start(tile.begin);
     for (i32 i = 0; i < tile.count; ++i) {
-      work.rotation.rotate(tile.keys[i], work.rotated_keys + i * head_dim);
-      rows[i] = work.rotated_keys + i * head_dim;
+      work.rotation.rotate(tile.keys[i], work.made_keys + i * head_dim);
+      rows[i] = work.made_keys + i * head_dim;
       work.rotation.advance();
     }
     for (i32 i = tile.count; i < round_up(tile.count, num_lanes); ++i) rows[i] = zero_row<Operand>;
     pack_keys<Operand, head_dim, W::qk_words>(rows, tile.count, work.panels, values);
-  } else if constexpr (W::is_latent) {
+  } else if constexpr (W::converts) {
+    convert_tile(work);
+    const Operand* rows[Traits::tile_kv];
+    pack_keys<Operand, head_dim, W::qk_words>(converted_rows(work, rows), tile.count, work.panels,
+                                              Ahead<Operand, head_dim>{rows, 0});
+  } else if constexpr (W::has_tails) {
     constexpr int shared = Traits::head_dim_vo, tail = head_dim - shared;
     pack_keys<Operand, shared, W::qk_words>(tile.keys, tile.count, work.panels, values);
     if constexpr (tail > 0) {

@@ -31,9 +31,12 @@ inline FloatLanes final_scores(Work<Traits>& work, const Row& row, int vector, F
   } else {
     dots = dots * (row.scale * log2_e);
   }
-  const bool in_range = row.begin <= first && first + num_lanes <= row.end;
+  constexpr bool is_selected = KvTile<Traits>::is_selected;
+  const MaskLanes exists = mask_of_bits(is_selected ? work.tile.exists[vector] : (1u << num_lanes) - 1);
+  const bool in_range = row.begin <= first && first + num_lanes <= row.end && (!is_selected || all_true(exists));
   if (in_range && !has_custom_mask<Traits>) return dots;
-  const MaskLanes visible = visible_tokens<Traits>(work.params, work.args, item, row, first, tokens);
+  MaskLanes visible = visible_tokens<Traits>(work.params, work.args, item, row, first, tokens);
+  if constexpr (is_selected) visible = visible & exists;
   if constexpr (has_custom_mask<Traits>) work.seen[vector] = work.seen[vector] | visible;
   return blend(visible, dots, splat(-infinity));
 }

@@ -1,7 +1,7 @@
 // Output: products of weights and values, and the rows that are written.
 #pragma once
+#include "flashpage/cpu/converted_rows.h"
 #include "flashpage/cpu/mask.h"
-#include "flashpage/cpu/work.h"
 
 namespace flashpage::cpu {
 
@@ -15,6 +15,12 @@ void drop_unseen_values(Work<Traits>& work) {
 template <class Traits>
 void pack_tile_values(Work<Traits>& work) {
   using W = Work<Traits>;
+  if constexpr (W::converts) {
+    const typename W::Operand* rows[Traits::tile_kv];
+    pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(converted_rows(work, rows), work.tile.count,
+                                                                  work.panels, Ahead<typename W::Operand, 1>{rows, 0});
+    return;
+  }
   if constexpr (has_custom_mask<Traits>) drop_unseen_values(work);
   const Ahead<typename Traits::StoredCache, Traits::head_dim_qk> next_keys = {work.next.keys, work.next.count};
   pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(work.tile.values, work.tile.count, work.panels,

@@ -35,11 +35,11 @@ struct Work {
   static constexpr int out_vectors = ceil_div(head_dim_vo, num_lanes), out_stride = out_vectors * num_lanes;
   static constexpr int key_words = qk_words * round_up(tile_kv, panel_width);
   static constexpr int value_words = kv_steps * round_up(head_dim_vo, panel_width);
-  static constexpr bool is_latent = Traits::kv_source == KvSource::latent;
+  static constexpr bool has_tails = is_latent<Traits::kv_source>, converts = converts_latents<Traits>;
   static constexpr bool has_rope = Traits::position_encoding == PositionEncoding::rope;
   static_assert(tile_kv % num_lanes == 0 && head_dim_qk % 8 == 0 && head_dim_vo % 8 == 0);
   static_assert(head_dim_qk <= max_head_dim && head_dim_vo <= max_head_dim);
-  static_assert(!is_latent || (head_dim_qk >= head_dim_vo && !has_rope));
+  static_assert(!has_tails || (head_dim_qk >= head_dim_vo && !has_rope));
 
   const AttentionParams& params;
   const VariantArgs& args;
@@ -47,12 +47,12 @@ struct Work {
 
   Unit<tile_q> unit;
   SoftmaxState<tile_q> softmax;
-  KvTile<Traits::kv_source, Kv, tile_kv> tile, next;
+  KvTile<Traits> tile, next;
   MaskLanes seen[tile_kv / num_lanes];  // custom masks: tokens of the tile that any row sees
 
   alignas(64) Operand queries[tile_q * head_dim_qk];
-  alignas(64) Operand rotated_keys[has_rope ? tile_kv * head_dim_qk : 1];
-  alignas(64) u32 panels[max_of(key_words, value_words)];  // the tile's keys, later its values
+  alignas(64) Operand made_keys[has_rope || converts ? tile_kv * head_dim_qk : 1];  // rotated, or converted from fp8
+  alignas(64) u32 panels[max_of(key_words, value_words)];                           // the tile's keys, later its values
   alignas(64) float scores[strip_rows * tile_kv];
   alignas(64) Operand weights[tile_q * tile_kv];
   alignas(64) float out[tile_q * out_stride];

@@ -55,6 +55,7 @@ struct AttentionParams {
   i32 out_box_rows;    // rows of out in one box, counted as query_box_rows; 0: out is not stored by boxes
   i32 cta_rows;  // packed rows of a unit that one CTA has: a whole tile, or the largest number that consists of whole
                  // rows
+  float tail_scale;  // latent rows in fp8: the float scale of the columns that K alone has, relative to the others
 };
 
 // Values that a variant captured. The spec numbers the slots; strides are in elements.
@@ -123,6 +124,24 @@ struct AppendParams {
   const i32* kv_indptr;      // [batch + 1]
   const i32* kv_indices;
   i32 nnz, num_kv_heads, head_dim_qk, head_dim_vo;
+  FastDiv page;
+};
+
+// append_latent: token i of ckv and kpe goes to position positions[i] of request batch_indices[i], in fp8
+// (params/latent_format.h).
+struct AppendLatentParams {
+  const void* ckv;                     // [nnz, head_dim_vo]
+  const void* kpe;                     // [nnz, head_dim_qk - head_dim_vo]; null: there are no such columns
+  i64 ckv_row_stride, kpe_row_stride;  // elements
+  KvView k, v;                         // the cache (written), as in AttentionParams
+  const float* k_scale;                // one value or, with k_scale_stride 1, the scales of tokens (written)
+  const float* v_scale;                // one value; null: 1
+  const i32* batch_indices;            // [nnz]
+  const i32* positions;                // [nnz]
+  const i32* kv_indptr;                // [batch + 1]
+  const i32* kv_indices;
+  i32 nnz, k_scale_stride;
+  float shared_scale, tail_scale;  // the float scales of both parts
   FastDiv page;
 };
 

@@ -235,6 +235,8 @@ INDPTR = (
     Badness("falls", "error", tensor(flipped), cuda=False),
 )
 LENGTHS = (*INDEX, Badness("shape-long", "error", tensor(one_more)))
+LISTS = tuple(badness for badness in INDEX if badness.name != "shape-more")  # of tokens, [rows, topk]
+LISTS_OF_ANY_ROWS = tuple(badness for badness in LISTS if badness.name not in ("shape-empty", "shape-short"))
 LIST_OF_INDICES = (
     *(badness for badness in INDEX if badness.name not in ("type-list", "shape-short")),
     Badness("type-tensor", "error", lambda make, value: value[0]),
@@ -454,6 +456,8 @@ _kind(MODE, "query_layout kv_cache_layout lse_mode")
 _kind(REFUSED_WORD, "output_scale scale_mode")
 _kind(REFUSED, "skip_softmax kv_len page_table ckv_scale ckv_scale_arr kpe_scale")
 _kind(FLAG, "use_sinks return_lse_base_on_e")
+_kind(MODE[:-1], "kv_row_format")
+_kind(LENGTHS, "topk_length")
 _kind((Badness("number", "error", constant(3)), Badness("list", "error", constant([1]))), "metadata")
 
 # Arguments that have another kind in one step than elsewhere.
@@ -464,6 +468,14 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("BatchAttention.run", "kv_cache"): CACHE,
     ("BatchMLAPagedAttentionWrapper.run", "kv_cache"): TOLD_LATER,  # in place of the two caches
     ("BatchMLAPagedAttentionWrapper.run", "query"): TOLD_LATER,
+    ("BatchMLASparseAttentionWrapper", "num_rows"): REFUSED,
+    ("BatchMLASparseAttentionWrapper.run", "kv_cache"): TOLD_LATER,
+    ("BatchMLASparseAttentionWrapper.run", "query"): TOLD_LATER,
+    ("BatchMLASparseAttentionWrapper.plan", "indices"): LISTS_OF_ANY_ROWS,
+    ("BatchMLASparseAttentionWrapper.run", "indices"): LISTS,
+    ("BatchMLASparseAttentionWrapper.run", "ckv_scale"): TOLD_LATER,  # in place of ckv_scale_arr
+    ("BatchMLASparseAttentionWrapper.run", "ckv_scale_arr"): DATA,
+    ("BatchMLASparseAttentionWrapper.run", "kpe_scale"): SCALE,
     **{
         ("BatchMLAPagedAttentionWrapper", name): TOLD_LATER
         for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")

@@ -266,6 +266,31 @@ def _latent() -> Scene:
     return Scene("BatchMLAPagedAttentionWrapper", steps)
 
 
+def _selected() -> Scene:
+    """Rows of fp8 with scales, and a list of tokens for each row of q."""
+    e4m3 = torch.float8_e4m3fn
+
+    def plan(make: Make) -> Arguments:
+        sizes = {"num_heads": 16, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": PAGE, "sm_scale": 0.1}
+        lists = {"indices": make.ints(*range(8), -1, 9).reshape(2, 5)}
+        return lists | sizes | {"kv_data_type": e4m3} | types(make)
+
+    def run(make: Make) -> Arguments:
+        rows = {"q_nope": make.data(2, 16, 512), "q_pe": make.data(2, 16, 64)}
+        return rows | {
+            "ckv_cache": make.data(PAGES, PAGE, 512).to(e4m3),
+            "kpe_cache": make.data(PAGES, PAGE, 64).to(e4m3),
+        }
+
+    def extras(make: Make) -> Arguments:
+        scales = {"ckv_scale_arr": make.ones(PAGES, PAGE, 4), "kpe_scale": 0.5, "sinks": make.floats(16)}
+        return scales | {"out": make.empty(2, 16, 512), "indices": make.ints(*range(9, -1, -1)).reshape(2, 5)}
+
+    made = Step("flashpage.mla:BatchMLASparseAttentionWrapper", workspace)
+    planned = Step(".plan", plan, lambda make: {"topk_length": torch.tensor([5, 5])})
+    return Scene("BatchMLASparseAttentionWrapper", (made, planned, Step(".run", run, extras)))
+
+
 def _cascade() -> list[Scene]:
     def plan(make: Make) -> Arguments:
         levels = {
@@ -639,6 +664,7 @@ def scenes() -> dict[str, Scene]:
         _sink(),
         _mixed(),
         _latent(),
+        _selected(),
         *_cascade(),
         *_pod(),
         *_sparse(),

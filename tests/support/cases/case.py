@@ -27,6 +27,12 @@ class Case:
     q_dtype: str = "bfloat16"
     kv_dtype: str = ""  # "": q's
     o_dtype: str = ""  # "": not given: q's, or bfloat16 if that is fp8
+    # each row of q lists the tokens that it sees: padded (entries of -1) | lengths (entries after topk_length are not
+    # read); "": all tokens
+    selected: str = ""
+    # latent rows in fp8: numbers | tensors | tokens (their scales), deepseek_v32, deepseek_v4; + "-uneven": scales that
+    # are no powers of two
+    row_format: str = ""
     page_size: int = 16
     kv_layout: str = "NHD"
     cache: str = "tuple"  # tests/support/caches.py, FORMS
@@ -66,6 +72,15 @@ class Case:
     @property
     def kv_type(self) -> str:
         return self.kv_dtype or self.q_dtype
+
+    @property
+    def packed_format(self) -> str:
+        """kv_row_format of latent rows that hold their scales."""
+        return self.row_format.removesuffix("-uneven") if self.row_format.startswith("deepseek") else ""
+
+    @property
+    def has_uneven_scales(self) -> bool:
+        return self.row_format.endswith("-uneven")
 
     @property
     def out_type(self) -> str:

@@ -14,6 +14,39 @@ def latent_case(name: str, why: str, q_lens: tuple[int, ...], kv_lens: tuple[int
     return Case(f"latent-{name}", why, kv_lens, q_lens, **values)
 
 
+def _fp8_rows() -> list[Case]:
+    e4m3, batch = {"kv_dtype": "float8_e4m3fn"}, ((1, 3, 1), (130, 70, 0))
+    fp16: dict[str, Any] = {"q_dtype": "float16", "page_size": 3, "head_dim": 320, "head_dim_vo": 256}
+    v4: dict[str, Any] = {"head_dim": 512, "row_format": "deepseek_v4"}
+    return [
+        latent_case("fp8-numbers", "a scale of each part", *batch, row_format="numbers", causal=True, **e4m3),
+        latent_case("fp8-tensors", "scales on the device", *batch, row_format="tensors", cache="gapped", **e4m3),
+        latent_case("fp8-tokens", "scales of tokens", *batch, row_format="tokens", cache="interleaved", **e4m3),
+        latent_case("fp8-fp16", "Mistral's rows under fp16", *batch, row_format="tokens", **fp16, **e4m3),
+        latent_case("v32", "rows of 656 bytes", *batch, row_format="deepseek_v32", num_q_heads=40, causal=True),
+        latent_case("v32-gapped", "with gaps", *batch, row_format="deepseek_v32", cache="gapped", sinks=True),
+        latent_case("v32-page-1", "tokens one by one", *batch, row_format="deepseek_v32-uneven", page_size=1),
+        latent_case("v32-fp16", "fp16 queries", *batch, row_format="deepseek_v32", q_dtype="float16", page_size=64),
+        latent_case("v32-cut", "one long request", (1,), (3000,), row_format="deepseek_v32-uneven", num_q_heads=128),
+        latent_case("v4", "rows of 584 bytes, scales after those of a page", *batch, **v4),
+        latent_case("v4-page-64", "the same", *batch, page_size=64, num_q_heads=64, causal=True, **v4),
+    ]
+
+
+def _selected_rows() -> list[Case]:
+    batch, v32 = ((1, 4, 0, 3), (130, 70, 3, 0)), {"row_format": "deepseek_v32"}
+    return [
+        latent_case("selected", "lists with gaps", *batch, selected="padded"),
+        latent_case("selected-lengths", "lists of known lengths", *batch, selected="lengths", sinks=True, page_size=3),
+        latent_case("selected-two", "two tensors", *batch, selected="padded", cache="gapped", num_q_heads=40),
+        latent_case("selected-cut", "one long list is cut", (1,), (5000,), selected="lengths", num_q_heads=128),
+        latent_case("selected-split", "cut at multiples", *batch, selected="padded", fixed_split_size=32),
+        latent_case("selected-v32", "rows of 656 bytes", *batch, selected="padded", outputs="no_lse", **v32),
+        latent_case("selected-v32-page-64", "the same", *batch, selected="lengths", page_size=64, **v32),
+        latent_case("selected-prefill", "many rows", (90,), (120,), selected="lengths", mask_kind="past"),
+    ]
+
+
 def rows() -> list[Case]:
     edges, ones = TILE_EDGES, (1,) * len(TILE_EDGES)
     return [
@@ -44,5 +77,7 @@ def rows() -> list[Case]:
         latent_case("out-fp32", "another type of the output", (1, 2), (90, 130), o_dtype="float32"),
         latent_case("256-64", "Mistral's rows", (1, 5), (90, 130), head_dim=320, head_dim_vo=256, causal=True),
         latent_case("512-0", "rows without a tail (Kimi K3)", (1, 5), (90, 130), head_dim=512, causal=True),
+        *_fp8_rows(),
+        *_selected_rows(),
         latent_case("512-0-packed", "the same in one tensor", (1, 5), (90, 130), head_dim=512, cache="interleaved"),
     ]

@@ -1,14 +1,17 @@
 // The general tensor-core kernel, for every GPU since Ampere. Persistent CTAs run the plan's work items.
 #pragma once
 #include "flashpage/kernels/attention_sm80/few_rows.h"
+#include "flashpage/kernels/attention_sm80/latent_rows.h"
 #include "flashpage/kernels/attention_sm80/many_rows.h"
 #include "flashpage/kernels/fitting_stages.h"
 
 namespace flashpage {
 
-// Warps along the tokens if rows are few, along the rows if they are many.
+// Warps along the tokens if rows are few, along the rows if they are many; latent rows have a loop of their own.
 template <class Traits>
-using WarpsAlong = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
+using KvWarps = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
+template <class Traits>
+using WarpsAlong = typename select_type<is_latent<Traits::kv_source>, LatentRows<Traits>, KvWarps<Traits>>::type;
 
 // Places are in shared memory, because in registers they would displace accumulators. While one place is computed the
 // next one is written; the third is the one before, whose rows may not be written yet.

@@ -272,6 +272,7 @@ struct WideLoad {
   // Loads this CTA's rows of the unit; rows that do not exist become zero.
   FP_DEVICE void load_query(const Place& place, u32 use) const {
     constexpr int chunks = Tile::used_bytes / 16;
+    constexpr int together = Shared::tail_panels > 0 ? 2 : 1;  // rows; two spill where each is two whole copies
     const int first_row = Traits::ctas == 1 ? 0 : static_cast<int>(ptx::cluster_rank()) * Shared::rows;
     const i32 count = place.unit.num_rows - first_row;
     u64 mine[2];
@@ -283,7 +284,7 @@ struct WideLoad {
     const u32 to = ptx::shared_address(shared.query);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-#pragma unroll 2
+#pragma unroll together
       for (int i = 0; i < 32; ++i) {
         const int row = half * 32 + i;
         const u64 from = __shfl_sync(0xffffffff, mine[half], i);

@@ -15,6 +15,7 @@ struct Shape {
   // K and V lie in swizzled panels, as the copy engine writes them; each warp of the token dimension has a tile of
   // `tile_kv` tokens of its own.
   static constexpr bool swizzled = Traits::layout == RowsLayout::swizzled;
+  static constexpr bool latent = is_latent<Traits::kv_source>;  // V is the first columns of K's tile
   // The key type that the score product reads: the cache's own (swizzled: keys are rotated on their way to the tensor
   // cores), or rotated keys widened to the query's type.
   using Key = typename select_type<(rotate && !swizzled), Query, Cache>::type;
@@ -40,10 +41,11 @@ struct Shape {
                                     : key_steps <= 8 || swizzled ? 4
                                                                  : 8;  // unrolling more steps takes registers
 
-  // More than 256 value columns do not fit in registers. Swizzled: neighbouring warps have whole panels of them.
-  // Otherwise the unit runs once for each part, and the last part overlaps the one before.
-  static constexpr int value_parts = swizzled ? Traits::warps_v : ceil_div(Traits::head_dim_vo, 256);
-  static constexpr int value_passes = swizzled ? 1 : value_parts;
+  // More than 256 value columns do not fit in registers. Neighbouring warps share them if tiles are swizzled (whole
+  // panels) or latent. Otherwise the unit runs once for each part, and the last part overlaps the one before.
+  static constexpr bool warps_share_columns = swizzled || latent;
+  static constexpr int value_parts = warps_share_columns ? Traits::warps_v : ceil_div(Traits::head_dim_vo, 256);
+  static constexpr int value_passes = warps_share_columns ? 1 : value_parts;
   static constexpr int value_columns =
       value_parts == 1 ? Traits::head_dim_vo
                        : round_up(ceil_div(Traits::head_dim_vo, value_parts), swizzled ? 128 / int(sizeof(Cache)) : 16);
@@ -58,7 +60,8 @@ struct Shape {
                                     PitchedRows<Element, columns>>::type;
   using CacheKeyRows = Rows<Cache, Traits::head_dim_qk>;
   using KeyRows = Rows<Key, Traits::head_dim_qk>;
-  using ValueRows = Rows<Cache, value_columns>;
+  using ValueRows = typename select_type<latent && !swizzled, LeadingColumns<CacheKeyRows, Cache, value_columns>,
+                                         Rows<Cache, value_columns>>::type;
   static constexpr int value_copy_bytes = copy_bytes<Cache, Traits::head_dim_vo>;
 
   FP_DEVICE static constexpr int first_value_column(int pass) {
@@ -66,7 +69,8 @@ struct Shape {
   }
 
   static_assert(Traits::tile_q == 16 * row_tiles * Traits::warps_q && warp_tokens % 16 == 0);
-  static_assert(swizzled || (Traits::warps_v == 1 && (Traits::warps_q == 1 || Traits::warps_kv == 1)));
+  static_assert(warps_share_columns || Traits::warps_v == 1);
+  static_assert(swizzled || Traits::warps_q == 1 || Traits::warps_kv == 1);
 };
 
 }  // namespace flashpage

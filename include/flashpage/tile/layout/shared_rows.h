@@ -35,4 +35,10 @@ struct SharedRows {
   FP_DEVICE static u32 byte_offset(u32 row, u32 byte) { return chunk_offset(row, byte / 16) + byte % 16; }
 };
 
+// Neighbouring columns of wider rows, counted from a multiple of 128 bytes.
+template <class Wide, class Element, int columns>
+struct LeadingColumns : Wide {
+  static constexpr int chunks = ceil_div(round_up(columns, 16) * static_cast<int>(sizeof(Element)), 16);
+};
+
 }  // namespace flashpage

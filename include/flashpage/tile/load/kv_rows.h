@@ -1,6 +1,6 @@
 // Where a token's K and V rows are; one interface for paged and ragged caches.
 #pragma once
-#include "flashpage/params/params.h"
+#include "flashpage/params/latent_format.h"
 
 namespace flashpage {
 
@@ -41,8 +41,18 @@ struct KvRows {
     if constexpr (source != KvSource::ragged) return __ldg(place(token));
     return 0;
   }
-  // The address of that page number.
-  FP_DEVICE const i32* place(i32 token) const { return indices + page.div(token); }
+  // The address of that page number; selected: of the number of the token's slot, which is negative if there is none.
+  FP_DEVICE const i32* place(i32 token) const {
+    return indices + (source == KvSource::selected ? token : page.div(token));
+  }
+  // The slot of a token, by the number that look_up found.
+  FP_DEVICE CacheSlot slot(i32 found, i32 token) const {
+    if constexpr (source == KvSource::selected) {
+      const u32 number = page.div(found);
+      return {number, found - number * page.divisor};
+    }
+    return {found, token - page.div(token) * page.divisor};
+  }
 
   // The address of element `column` of the token's row.
   template <class Element>

@@ -1,5 +1,5 @@
-// cp.async on the host: a thread's copies are done when it waits for them, or some time after it has named a barrier
-// that counts them.
+// cp.async on the host: some copies are done at once, others when the thread waits for them, or some time after it has
+// named a barrier that counts them.
 #pragma once
 #include <utility>
 
@@ -17,10 +17,12 @@ namespace flashpage::ptx {
 
 template <int bytes>
 void cp_async_first(u32 shared, const void* global, int valid_bytes) {
-  hopper::row_copies[threadIdx.x].push_back([=] {
+  const auto copy = [=] {
     std::memset(hopper::at(shared), 0, bytes);
     std::memcpy(hopper::at(shared), global, valid_bytes);
-  });
+  };
+  if (hopper::random_number() % 4 == 0) return copy();
+  hopper::row_copies[threadIdx.x].push_back(copy);
 }
 template <int bytes>
 void cp_async(u32 shared, const void* global, bool exists) {

@@ -1,5 +1,6 @@
 // There is no launch before or after.
 #pragma once
+#include "hopper.h"
 
 namespace flashpage::ptx {
 

@@ -4,7 +4,12 @@
 
 namespace flashpage::ptx {
 
-void ldmatrix_x4(u32 (&)[4], u32);  // only declared: used by kernels that do not run on the host
+inline void ldmatrix_x4(u32 (&r)[4], u32 shared) {
+  const auto rows = hopper::of_lanes(shared);
+  const int lane = threadIdx.x % 32;
+  for (int matrix = 0; matrix < 4; ++matrix)
+    std::memcpy(&r[matrix], hopper::at(rows[matrix * 8 + lane / 4]) + lane % 4 * 4, sizeof r[matrix]);
+}
 inline void ldmatrix_x4_trans(u32 (&r)[4], u32 shared) {
   const auto rows = hopper::of_lanes(shared);
   const int lane = threadIdx.x % 32;

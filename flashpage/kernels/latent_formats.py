@@ -1,0 +1,52 @@
+"""How caches store latent rows (MLA) in fp8; the formats themselves are in include/flashpage/params/latent_format.h."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..base import checks
+from ..base.dtypes import DType
+from ..base.errors import PlanError
+
+PLAIN = "plain"  # rows of q's type, in one tensor or two
+SCALED = "scaled"  # e4m3 in one tensor or two, with scales that are given at run
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """A format whose rows hold their scales: the cache is one tensor of bytes, [pages, page_size, row_bytes]."""
+
+    row_bytes: int
+    head_dims: tuple[int, int]  # head_dim_ckv and head_dim_kpe
+    why: str
+    by_page: bool = False  # scales follow all rows of a page, so that tokens are not row_bytes apart
+
+
+PACKED = {
+    "deepseek_v32": PackedRows(656, (512, 64), "DeepSeek V3.2, GLM-5: 512 e4m3, four fp32 scales, 64 bf16"),
+    "deepseek_v4": PackedRows(584, (512, 0), "DeepSeek V4: 448 e4m3, 64 bf16, eight bytes of scales", by_page=True),
+}
+
+
+def packed(name: str) -> PackedRows | None:
+    """The format of that name, if its rows hold their scales."""
+    return PACKED.get(name)
+
+
+def check_format(kv_row_format: Any, kv_dtype: DType | None, head_dims: tuple[int, int]) -> tuple[str, DType | None]:
+    """The format's name and the type of stored elements, from arguments of plan."""
+    if kv_row_format is None:
+        return (SCALED if kv_dtype is DType.FLOAT8_E4M3 else PLAIN), kv_dtype
+    name = checks.choice("kv_row_format", kv_row_format, tuple(PACKED))
+    ckv, kpe = PACKED[name].head_dims
+    if head_dims != (ckv, kpe):
+        raise PlanError(
+            f"kv_row_format={name!r} has other rows than head_dim_ckv={head_dims[0]} and head_dim_kpe={head_dims[1]}: "
+            f"pass {ckv} and {kpe}."
+        )
+    if kv_dtype not in (None, DType.FLOAT8_E4M3):
+        raise PlanError(
+            f"kv_row_format={name!r} holds float8_e4m3fn but kv_data_type is {kv_dtype.value}: leave kv_data_type None."
+        )
+    return name, DType.FLOAT8_E4M3

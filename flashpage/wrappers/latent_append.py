@@ -1,0 +1,172 @@
+"""Writing latent rows in fp8: new tokens are quantised as they are written to their pages."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import jit, native
+from ..base import checks, kv_view, tensor_memory
+from ..base.dtypes import DType
+from ..base.errors import RunError
+from ..kernels import latent_formats
+from ..kernels.spec import KernelSpec
+from ..run.checks import check_places
+from . import operators
+
+_LARGEST = 448.0  # of e4m3
+
+
+class Places(NamedTuple):
+    """Where new tokens go: contiguous int32 on the device of the cache."""
+
+    batch_indices: torch.Tensor
+    positions: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor
+
+
+class Scales(NamedTuple):
+    """Scales of append_paged_mla_kv_cache."""
+
+    ckv: Any
+    ckv_of_tokens: Any
+    kpe: Any
+
+
+class LatentWrite(NamedTuple):
+    """New rows in any type of 16 or 32 bits, and the cache that gets them."""
+
+    ckv: torch.Tensor  # [nnz, head_dim_ckv]
+    kpe: torch.Tensor | None  # [nnz, head_dim_kpe]
+    caches: tuple[torch.Tensor, ...]  # [pages, page_size, columns]: of both parts, or of packed rows
+    format: str
+
+    def write(self, places: Places, scales: Scales) -> None:
+        ckv, device = self.ckv, self.ckv.device
+        first, last = self.caches[0], self.caches[-1]
+        k, v = kv_view.latent_views(first if first is last else (first, last), first.shape[2])
+        params = native.AppendLatentParams(
+            ckv=ckv.data_ptr(),
+            ckv_row_stride=ckv.stride(0),
+            kpe=None if self.kpe is None else self.kpe.data_ptr(),
+            kpe_row_stride=0 if self.kpe is None else self.kpe.stride(0),
+            k=native.KvView(first.data_ptr(), k.page_stride, k.token_stride, 0),
+            v=native.KvView(last.data_ptr(), v.page_stride, v.token_stride, 0),
+            nnz=ckv.shape[0],
+            page=native.make_fast_div(k.page_size),
+            **{name: tensor.data_ptr() for name, tensor in places._asdict().items()},
+        )
+        kept = self._set_scales(params, scales, (k.num_pages, k.page_size))
+        if not ckv.shape[0]:
+            return
+        if device.type == "cpu":
+            self._write_here(places, scales, k)
+            return
+        kv_view.check_alignment((k.page_stride, k.token_stride), 1, 4 if len(self.caches) == 1 else 1, "ckv_cache")
+        spec = KernelSpec(
+            "append_latent",
+            q_dtype=DType.of(ckv.dtype),
+            head_dim_qk=ckv.shape[1] + (0 if self.kpe is None else self.kpe.shape[1]),
+            head_dim_vo=ckv.shape[1],
+            latent_format=self.format,
+        )
+        operators.launch_rows(jit.get_kernel(spec, device), ctypes.addressof(params), ckv.shape[0], device)
+        del kept
+
+    def _set_scales(self, params: native.AppendLatentParams, scales: Scales, pages: tuple[int, int]) -> Any:
+        """Sets the scales; those of tokens are written. Returns tensors that the launch reads."""
+        params.shared_scale = params.tail_scale = 1.0
+        for name, pointer, value in (("shared_scale", "k_scale", scales.ckv), ("tail_scale", "v_scale", scales.kpe)):
+            caller = "ckv_scale" if name == "shared_scale" else "kpe_scale"
+            if isinstance(value, torch.Tensor) and not value.is_cpu:
+                checks.same_device(value, self.ckv.device, caller, RunError)
+                if value.numel() != 1 or value.dtype != torch.float32:
+                    raise RunError(f"{caller} has {value.numel()} entries of {value.dtype}: pass one float32.")
+                setattr(params, pointer, tensor_memory.address(value, caller, RunError))
+            elif value is not None and not (number := _number(value, caller)) > 0:
+                raise RunError(f"{caller}={number}: pass a positive number.")
+            elif value is not None:
+                setattr(params, name, number)
+        if scales.ckv_of_tokens is not None:
+            array = checks.tensor(scales.ckv_of_tokens, "ckv_scale_arr", RunError)
+            wanted = (*pages, self.ckv.shape[1] // 128)
+            checks.same_device(array, self.ckv.device, "ckv_scale_arr", RunError)
+            if array.shape != wanted or array.dtype != torch.float32 or not array.is_contiguous():
+                raise RunError(
+                    f"ckv_scale_arr has shape {tuple(array.shape)} and dtype {array.dtype}: "
+                    f"pass contiguous float32 of {wanted}, which is written."
+                )
+            params.k_scale, params.k_scale_stride = tensor_memory.address(array, "ckv_scale_arr", RunError), 1
+        return scales
+
+    # ---------------------------------------------------------------- on the CPU
+
+    def _write_here(self, places: Places, scales: Scales, k: kv_view.View) -> None:
+        given = (places.batch_indices >= 0).nonzero().squeeze(1)
+        requests, positions = places.batch_indices[given], places.positions[given]
+        check_places(requests, positions, places.kv_indices, places.kv_indptr, k)
+        first = places.kv_indptr[:-1][requests].long()
+        pages = places.kv_indices[first + torch.div(positions, k.page_size, rounding_mode="floor")].long()
+        slots = (positions % k.page_size).long()
+        rows = self.ckv[given].float()
+        if self.kpe is not None:
+            rows = torch.cat([rows, self.kpe[given].float()], 1)
+        if self.format == latent_formats.SCALED:
+            self._write_scaled(rows, pages, slots, scales)
+        else:
+            self._write_packed(rows, pages, slots)
+
+    def _write_scaled(self, rows: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, scales: Scales) -> None:
+        columns = self.ckv.shape[1]
+        shared, rest = rows[:, :columns], rows[:, columns:]
+        if scales.ckv_of_tokens is None:
+            stored = _quantised(shared / (1.0 if scales.ckv is None else _number(scales.ckv, "ckv_scale")))
+        else:
+            stored, found = _by_blocks(shared, 128)
+            scales.ckv_of_tokens[pages, slots] = found
+        self.caches[0].view(torch.uint8)[pages, slots] = stored
+        if rest.shape[1]:
+            scale = 1.0 if scales.kpe is None else _number(scales.kpe, "kpe_scale")
+            self.caches[1].view(torch.uint8)[pages, slots] = _quantised(rest / scale)
+
+    def _write_packed(self, rows: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+        memory = self.caches[0].view(torch.uint8)
+        if self.format == "deepseek_v32":
+            stored, scales = _by_blocks(rows[:, :512], 128)
+            memory[pages, slots] = torch.cat([stored, scales.view(torch.uint8), _bytes_of(rows[:, 512:])], 1)
+            return
+        stored, scales = _by_blocks(rows[:, :448], 64)
+        size = memory.shape[1]
+        flat = memory.as_strided((len(memory), size * 584), (memory.stride(0), 1))
+        places = slots[:, None] * 576 + torch.arange(576, device="cpu")
+        flat[pages[:, None], places] = torch.cat([stored, _bytes_of(rows[:, 448:])], 1)
+        exponents = (scales.log2() + 127).to(torch.uint8)
+        flat[pages[:, None], size * 576 + slots[:, None] * 8 + torch.arange(7, device="cpu")] = exponents
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return checks.real(name, value, error=RunError)
+
+
+def _quantised(rows: torch.Tensor) -> torch.Tensor:
+    """As bytes of e4m3; numbers that are too large become the largest one."""
+    return rows.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _by_blocks(rows: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of e4m3, and the scale of each block of columns: the least power of two by which it fits."""
+    blocks = rows.reshape(len(rows), -1, columns)
+    mantissa, exponent = torch.frexp(blocks.abs().amax(2) / _LARGEST)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(min=-126)
+    exponent[mantissa == 0] = -126
+    scales = torch.ldexp(torch.ones(exponent.shape, device="cpu"), exponent)
+    return _quantised(blocks / scales[..., None]).flatten(1), scales
+
+
+def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
+    return rows.bfloat16().contiguous().view(torch.uint8)

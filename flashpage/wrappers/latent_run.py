@@ -1,0 +1,87 @@
+"""The tensors and scales of a run over latent rows, in the forms that callers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..base import checks
+from ..base.errors import FlashpageError, RunError
+from ..kernels import latent_formats
+from ..kernels.options import Options
+from ..run.checks import NO_SCALES
+
+# The callers' names for the inner interface's cache.
+_CACHES = {"k": "ckv_cache", "v": "kpe_cache", "paged_kv_cache": "ckv_cache"}
+
+
+def use_run_names(error: FlashpageError, has_query: bool, has_cache: bool) -> None:
+    """Puts the caller's names into an error of a run in place of the inner interface's."""
+    error.use_names({"q": "query"} if has_query else {"q": "q_nope and q_pe"})
+    packed = dict.fromkeys((*_CACHES, *_CACHES.values()), "kv_cache")
+    error.use_names(packed if has_cache else _CACHES)
+    error.use_names({"k_scale": "ckv_scale", "v_scale": "kpe_scale"})
+
+
+def joined_query(query: Any, q_nope: Any, q_pe: Any) -> torch.Tensor:
+    """The queries of a run as one tensor."""
+    return _joined(_pair("query", query, q_nope=q_nope, q_pe=q_pe))
+
+
+def scales_of(options: Options | None, ckv: Any, ckv_of_tokens: Any, kpe: Any) -> tuple[Any, Any, Any]:
+    """The scales of fp8 rows, as those of q, K and V."""
+    if ckv is None and ckv_of_tokens is None and kpe is None:
+        return NO_SCALES
+    if options is None or options.latent_format != latent_formats.SCALED:
+        checks.refuse_given(ckv_scale=ckv, ckv_scale_arr=ckv_of_tokens, kpe_scale=kpe)
+    if ckv is not None and ckv_of_tokens is not None:
+        raise RunError("ckv_scale and ckv_scale_arr are both given: pass one of them.")
+    if ckv_of_tokens is not None and checks.tensor(ckv_of_tokens, "ckv_scale_arr", RunError).dim() != 3:
+        shape = tuple(ckv_of_tokens.shape)
+        raise RunError(f"ckv_scale_arr has shape {shape}: pass [pages, page_size, head_dim_ckv / 128].")
+    return None, ckv if ckv_of_tokens is None else ckv_of_tokens, kpe
+
+
+def caches_of(options: Options | None, whole: Any, ckv: Any, kpe: Any) -> tuple[torch.Tensor, ...]:
+    """One cache, or two of which the second has columns."""
+    packed = None if options is None else options.packed_rows
+    if packed is None:
+        return _pair("kv_cache", whole, ckv_cache=ckv, kpe_cache=kpe)
+    if kpe is not None or (whole is not None and ckv is not None):
+        raise RunError(f"rows of {packed.row_bytes} bytes are one cache: pass kv_cache alone.")
+    rows = checks.tensor(ckv if whole is None else whole, "kv_cache", RunError)
+    return (rows.view(torch.float8_e4m3fn) if rows.dtype in (torch.uint8, torch.int8) else rows,)
+
+
+def _pair(name: str, whole: torch.Tensor | None, **parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """One tensor, or two of which the second has columns."""
+    names = " and ".join(parts)
+    if whole is not None:
+        if any(part is not None for part in parts.values()):
+            raise RunError(f"{name} and {names} are both given: pass one tensor, or two.")
+        return (whole,)
+    first, second = (checks.tensor(part, part_name, RunError) for part_name, part in parts.items())
+    if first.dim() != 3 or second.shape[:-1] != first.shape[:-1]:
+        raise RunError(f"{names} have shapes {tuple(first.shape)} and {tuple(second.shape)}: pass equal leading sizes.")
+    if first.dtype != second.dtype:
+        raise RunError(f"{names} have dtypes {first.dtype} and {second.dtype}: pass equal types.")
+    return (first, second) if second.shape[-1] else (first,)
+
+
+def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The parts side by side: in place if their memory is, otherwise copied."""
+    first, second = parts[0], parts[-1]
+    if first is second:
+        return first
+    shape = (*first.shape[:-1], first.shape[-1] + second.shape[-1])
+    is_one = (
+        not is_dynamo_compiling()
+        and first.stride() == second.stride()
+        and first.dtype == second.dtype
+        and first.is_neg() == second.is_neg()
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        and first.storage_offset() + first.shape[-1] == second.storage_offset()
+    )
+    return first.as_strided(shape, first.stride()) if is_one else torch.cat(parts, -1)

@@ -1,0 +1,231 @@
+"""Sparse attention over latent rows (DSA): each row of q lists the tokens that it reads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..base import checks, tensor_memory
+from ..base.errors import FlashpageError, PlanError, RunError
+from ..kernels.options import Options, RunOptions
+from ..plan.device_lengths import TableLengths
+from ..plan.lengths import Lengths, Names
+from ..plan.page_indices import NO_PAGES
+from ..run.binding import Binding
+from ..run.checks import Tensors, as_cache
+from .base import Attention
+from .latent_run import caches_of, joined_query, scales_of, use_run_names
+from .plan_arguments import LatentArguments, differ
+
+# The rows of q are the requests of the planner.
+_SELECTED = Names("rows", "indices", "topk_length", "topk_length")
+
+
+class _SelectedAttention(Attention):
+    """An Attention whose runs read lists of tokens."""
+
+    indices: torch.Tensor
+
+    def run_indices(self, tensors: Tensors, indices: torch.Tensor, *options: Any) -> Any:
+        self.indices = indices
+        if self._local.bound is not None:
+            self._point(self._local.bound)
+        return self._run_judged(self.values, tensors, *options)
+
+    def _bind(self, signature: Any, values: RunOptions, tensors: Tensors) -> Binding:
+        bound = super()._bind(signature, values, tensors)
+        self._point(bound)
+        return bound
+
+    def _point(self, bound: Binding) -> None:
+        for part in bound.parts:
+            part.params.kv_indices = tensor_memory.address(self.indices, "indices", RunError)
+
+
+class BatchMLASparseAttentionWrapper:
+    """Sparse attention over latent rows (DeepSeek V3.2 and V4, GLM-5): decode and prefill are the same, as each row of
+    q has a list of tokens, which an indexer has chosen. `plan` once a step, `run` once a layer.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs.
+        use_cuda_graph: runs may be captured, and replayed after later plans.
+        num_rows: with `use_cuda_graph`: rows of q in every batch.
+    """
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False, num_rows: int | None = None
+    ) -> None:
+        is_graph = checks.flag("use_cuda_graph", use_cuda_graph)
+        self._attention = _SelectedAttention(
+            float_workspace_buffer, is_graph=is_graph, names=_SELECTED, owner=type(self).__name__
+        )
+        if is_graph:
+            self._attention.session.batch.fix_requests(checks.whole("num_rows", num_rows, 1))
+        elif num_rows is not None:
+            raise PlanError(f"num_rows={num_rows} without use_cuda_graph: plan has the number, leave it None.")
+        self.device = self._attention.device
+        self._arguments: LatentArguments | None = None
+        self._options: Options
+        self._values: RunOptions
+        self._indices: torch.Tensor
+        self._lens: torch.Tensor  # on the CPU
+
+    def plan(
+        self,
+        indices: torch.Tensor,
+        topk_length: torch.Tensor | None = None,
+        *,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        sm_scale: float,
+        q_data_type: Any,
+        kv_data_type: Any = None,
+        kv_row_format: str | None = None,
+        output_dtype: Any = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Plans a batch. The numbers in `indices` are read by runs alone.
+
+        Args:
+            indices: int32 [rows, topk] or [batch, rows, topk], contiguous, on the device: page * page_size + token of
+                the page; -1: none. Runs read this tensor, or another one of its shape.
+            topk_length: [rows], entries of each list that are used; None: all. If it is on a card, the plan is made
+                there, and the host reads no numbers.
+            num_heads: query heads, any number.
+            head_dim_ckv, head_dim_kpe: columns that K and V share, and those that only K has (0: none).
+            page_size: tokens a page of the cache.
+            sm_scale: multiplies the scores.
+            q_data_type, kv_data_type, output_dtype: types of q, of the latent rows and of the output (None: q's).
+            kv_row_format: as in BatchMLAPagedAttentionWrapper.plan.
+            fixed_split_size: entries; every list is cut at multiples of it. None: balanced.
+            disable_split_kv: no list is cut.
+        """
+        arguments = LatentArguments(
+            num_heads=num_heads,
+            head_dim_ckv=head_dim_ckv,
+            head_dim_kpe=head_dim_kpe,
+            page_size=page_size,
+            sm_scale=sm_scale,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            kv_row_format=kv_row_format,
+            o_data_type=None if output_dtype is None else checks.dtype("output_dtype", output_dtype),
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            is_selected=True,
+        )
+        if differ(arguments, self._arguments):
+            self._arguments = None
+            self._options, self._values = arguments.checked()
+            self._arguments = arguments
+        self._indices = _lists(indices, "indices", self.device, PlanError)
+        rows, topk = self._indices.shape
+        if topk_length is not None:
+            checks.tensor(topk_length, "topk_length", PlanError)
+        if topk_length is not None and not topk_length.is_cpu:
+            self._plan_on_device(topk_length)
+            return
+        starts = torch.arange(rows + 1, device="cpu", dtype=torch.int64) * topk
+        lens = torch.full((rows,), topk, dtype=torch.int32, device="cpu") if topk_length is None else topk_length
+        if topk_length is not None:
+            _check_lengths(lens, rows, topk)
+        self._lens = lens.clone()
+        self._attention.plan(Lengths(None, starts, None, lens), NO_PAGES, self._options, self._values)
+
+    def _plan_on_device(self, topk_length: torch.Tensor) -> None:
+        """Plans where the lengths are; the lists' rows are those of a table."""
+        tables = TableLengths(
+            self.device,
+            topk_length,
+            self._indices,
+            q_indptr=None,
+            table_rows=None,
+            num_requests=None,
+            max_rows=len(self._indices),
+            options=self._options,
+        )
+        self._attention.plan_on_device(tables, self._options, self._values)
+
+    def run(
+        self,
+        q_nope: torch.Tensor | None = None,
+        q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        *,
+        query: torch.Tensor | None = None,
+        kv_cache: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        ckv_scale: Any = None,
+        ckv_scale_arr: torch.Tensor | None = None,
+        kpe_scale: Any = None,
+        enable_pdl: bool | None = None,
+    ) -> Any:
+        """Attention of the planned rows; the other arguments are those of BatchMLAPagedAttentionWrapper.run.
+
+        Args:
+            indices: lists of the planned shape, such as this layer's; None: plan's.
+        """
+        self._attention.require_plan("run")
+        lists = self._indices if indices is None else _lists(indices, "indices", self.device, RunError)
+        if lists.shape != self._indices.shape:
+            raise RunError(
+                f"indices has shape {tuple(lists.shape)} but the plan is for {tuple(self._indices.shape)}: plan again."
+            )
+        scales = scales_of(self._options, ckv_scale, ckv_scale_arr, kpe_scale)
+        try:
+            q = joined_query(query, q_nope, q_pe)
+            cache = caches_of(self._options, kv_cache, ckv_cache, kpe_cache)
+            if lists.is_cpu:
+                _check_slots(lists, self._lens, cache[0].shape[0] * self._options.page_size)
+            tensors = Tensors(q, as_cache(cache if len(cache) > 1 else cache[0]), out, lse)
+            return self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl)
+        except FlashpageError as error:
+            use_run_names(error, query is not None, kv_cache is not None)
+            raise
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    @property
+    def last_plan(self) -> Any:
+        """The Plan of the last run, or a newer one: work_items(), explain(), to_svg(path)."""
+        return self._attention.last_plan
+
+
+def _lists(indices: Any, name: str, device: torch.device, error: Any) -> torch.Tensor:
+    """Lists of tokens as [rows, topk]."""
+    checks.same_device(checks.tensor(indices, name, error), device, name, error)
+    if indices.dim() not in (2, 3) or indices.dtype != torch.int32 or not indices.is_contiguous():
+        raise error(
+            f"{name} has shape {tuple(indices.shape)} and dtype {indices.dtype}: "
+            "pass contiguous int32 [rows, topk] or [batch, rows, topk]."
+        )
+    tensor_memory.address(indices, name, error)
+    return indices.resolve_neg().reshape(-1, indices.shape[-1])
+
+
+def _check_lengths(lens: torch.Tensor, rows: int, topk: int) -> None:
+    tensor_memory.address(lens, "topk_length", PlanError)
+    if lens.shape != (rows,) or lens.dtype not in (torch.int32, torch.int64) or bool((lens > topk).any()):
+        raise PlanError(
+            f"topk_length has shape {tuple(lens.shape)} and dtype {lens.dtype}: "
+            f"pass int32 or int64, one entry a row ({rows}), at most {topk}."
+        )
+
+
+def _check_slots(lists: torch.Tensor, lens: torch.Tensor, slots: int) -> None:
+    """On the CPU alone, as numbers on a card would have to be waited for."""
+    used = lists.masked_fill(torch.arange(lists.shape[1], device="cpu") >= lens[:, None], -1)
+    least, most = (int(used.min()), int(used.max())) if used.numel() else (-1, -1)
+    if most >= slots or least < -1:
+        found = most if most >= slots else least
+        raise RunError(f"indices has {found} but the cache has {slots} tokens: pass page * page_size + token, or -1.")

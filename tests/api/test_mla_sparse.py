@@ -1,0 +1,127 @@
+"""BatchMLASparseAttentionWrapper: lists of each layer, lengths, plans for other rows, two caches, and refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import flashpage
+from flashpage import CapabilityError, PlanError, RunError
+
+CKV, KPE, HEADS, PAGE, PAGES, ROWS, TOPK = 64, 16, 4, 8, 6, 3, 10
+OPTIONS: dict[str, Any] = {"num_heads": HEADS, "head_dim_ckv": CKV, "head_dim_kpe": KPE, "page_size": PAGE}
+OPTIONS |= {"sm_scale": 0.1, "q_data_type": torch.float32}
+
+
+def made(**options: Any) -> flashpage.BatchMLASparseAttentionWrapper:
+    return flashpage.BatchMLASparseAttentionWrapper(torch.empty(4 << 20, dtype=torch.uint8), **options)
+
+
+@pytest.fixture
+def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, a cache and lists."""
+    torch.manual_seed(3)
+    lists = torch.stack([torch.randperm(PAGES * PAGE)[:TOPK] for _ in range(ROWS)]).int()
+    lists[1, 4] = -1
+    return torch.randn(ROWS, HEADS, CKV + KPE), torch.randn(PAGES, PAGE, CKV + KPE), lists
+
+
+def exact(q: torch.Tensor, cache: torch.Tensor, lists: torch.Tensor) -> torch.Tensor:
+    rows = cache.flatten(0, 1)[lists.clamp(min=0).long()]
+    scores = torch.einsum("rhd,rtd->rht", q, rows) * 0.1
+    weights = scores.masked_fill((lists < 0)[:, None], -math.inf).softmax(-1)
+    return torch.einsum("rht,rtd->rhd", weights, rows[..., :CKV])
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_each_layer_has_its_lists(tensors: Any) -> None:
+    q, cache, lists = tensors
+    wrapper, other = made(), lists.flip(0).contiguous()
+    wrapper.plan(lists, **OPTIONS)
+    close(wrapper.run(query=q, kv_cache=cache), exact(q, cache, lists))
+    close(wrapper.run(query=q, kv_cache=cache, indices=other), exact(q, cache, other))
+    out, lse = wrapper.run_return_lse(q[..., :CKV], q[..., CKV:], cache[..., :CKV], cache[..., CKV:])
+    close(out, exact(q, cache, lists))
+    assert lse.shape == (ROWS, HEADS)
+    wrapper.plan(lists[:1].reshape(1, 1, TOPK), torch.tensor([4]), **OPTIONS)
+    close(wrapper.run(query=q[:1], kv_cache=cache), exact(q[:1], cache, lists[:1, :4]))
+    assert "latent" in wrapper.last_plan.explain() or wrapper.last_plan.work_items()
+
+
+def test_a_window_and_a_list_in_one_softmax(tensors: Any) -> None:
+    """DeepSeek V4 reads two caches; states of both are merged."""
+    q, cache, lists = tensors
+    states = []
+    for part in (lists[:, :4].contiguous(), lists[:, 4:].contiguous()):
+        wrapper = made()
+        wrapper.plan(part, **OPTIONS)
+        states.append(wrapper.run_return_lse(query=q, kv_cache=cache))
+    close(flashpage.merge_state(*states[0], *states[1])[0], exact(q, cache, lists))
+
+
+def test_lengths_on_the_device_are_planned_there(tensors: Any) -> None:
+    """On the CPU the same function is called."""
+    q, cache, lists = tensors
+    wrapper = made()
+    wrapper.plan(lists, **OPTIONS)
+    wrapper._plan_on_device(torch.tensor([4, 10, 0], dtype=torch.int32))
+    out = wrapper.run(query=q, kv_cache=cache)
+    close(out[0], exact(q, cache, lists[:, :4])[0])
+    close(out[1], exact(q, cache, lists)[1])
+    assert out[2].abs().max() == 0
+
+
+def test_graph_plans_keep_their_rows(tensors: Any) -> None:
+    q, cache, lists = tensors
+    wrapper = made(use_cuda_graph=True, num_rows=ROWS)
+    wrapper.plan(lists, **OPTIONS)
+    wrapper.plan(lists, torch.tensor([3, 3, 3]), **OPTIONS)
+    close(wrapper.run(query=q, kv_cache=cache), exact(q, cache, lists[:, :3]))
+    with pytest.raises(PlanError, match="rows|requests"):
+        wrapper.plan(lists[:2], **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("lists", "lens", "options", "says"),
+    [
+        (torch.zeros(ROWS, TOPK), None, {}, "pass contiguous int32"),
+        (torch.zeros(TOPK, dtype=torch.int32), None, {}, "indices has shape"),
+        (torch.zeros(ROWS, TOPK, dtype=torch.int32), torch.tensor([1, 2]), {}, r"one entry a row \(3\), at most 10"),
+        (
+            torch.zeros(ROWS, TOPK, dtype=torch.int32),
+            torch.tensor([1, 2, 11]),
+            {},
+            r"one entry a row \(3\), at most 10",
+        ),
+        (torch.zeros(ROWS, TOPK, dtype=torch.int32), torch.tensor([1, -2, 3]), {}, "topk_length"),
+        (torch.zeros(ROWS, TOPK, dtype=torch.int32), None, {"sm_scale": None}, "sm_scale"),
+        (torch.zeros(ROWS, TOPK, dtype=torch.int32), None, {"head_dim_kpe": 72}, "head_dim_kpe 72"),
+    ],
+)
+def test_refused_plans(lists: Any, lens: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises((PlanError, CapabilityError), match=says):
+        made().plan(lists, lens, **(OPTIONS | options))
+
+
+def test_refused_runs(tensors: Any) -> None:
+    q, cache, lists = tensors
+    wrapper = made()
+    with pytest.raises(RunError, match="no plan"):
+        wrapper.run(query=q, kv_cache=cache)
+    wrapper.plan(lists, **OPTIONS)
+    for given, says in (
+        ({"indices": lists[:2]}, "plan again"),
+        ({"indices": lists + PAGES * PAGE}, "the cache has 48 tokens"),
+        ({"indices": lists.long()}, "contiguous int32"),
+        ({"kv_cache": cache[:, :4]}, "pages of 4 tokens"),
+        ({"query": q[:2]}, "query has 2 rows"),
+        ({"ckv_scale": 1.0}, "ckv_scale"),
+    ):
+        with pytest.raises((RunError, CapabilityError), match=says):
+            wrapper.run(**({"query": q, "kv_cache": cache} | given))

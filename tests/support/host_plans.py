@@ -1,0 +1,73 @@
+"""Plans of latent rows for kernels on the host, with units and cuts that a test chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import torch
+from cases.case import Case
+from inputs import Inputs
+
+from flashpage.native import records
+
+
+@dataclasses.dataclass
+class Planned:
+    """A plan's bytes and its partial results: each CTA has its own items, of which those of a cut unit are pieces."""
+
+    data: np.ndarray
+    num_ctas: int
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+
+
+def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
+    """All requests in one CTA; with `cut`, each unit is cut there, and the second pieces belong to a second CTA."""
+    items: list[list[np.ndarray]] = [[], []]
+    merges, partial = [], 0
+    for request, (rows, tokens) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
+        if not rows:
+            continue
+        item = np.zeros(1, records.WORK_ITEM)
+        item["kv_offset"], item["request"] = int(inputs.indptr[request]), request
+        item["q_begin"], item["q_len"], item["kv_len"] = int(inputs.qo_indptr[request]), rows, tokens
+        item["kv_end"] = tokens
+        item["num_units"] = units = -(-rows * case.num_q_heads // tile_q)
+        item["partial_row"] = item["merge"] = -1
+        if not cut or tokens <= cut:
+            items[0].append(item)
+            continue
+        for unit in range(units):
+            first = unit * tile_q
+            own = min(tile_q, rows * case.num_q_heads - first)
+            for piece, (begin, end) in enumerate(((0, cut), (cut, tokens))):
+                one = item.copy()
+                one["first_packed_row"], one["num_units"], one["kv_begin"], one["kv_end"] = first, 1, begin, end
+                one["partial_row"], one["piece"], one["merge"] = partial + piece * own, piece, len(merges)
+                items[piece].append(one)
+            merge = np.zeros(1, records.MERGE_ITEM)
+            merge["request"], merge["q_begin"], merge["first_packed_row"] = request, item["q_begin"], first
+            merge["num_rows"], merge["partial_row"], merge["partial_stride"] = own, partial, own
+            merge["num_partials"] = 2
+            merges.append(merge)
+            partial += 2 * own
+    num_ctas = 2 if cut else 1
+    header, starts = np.zeros(1, records.PLAN_HEADER), np.zeros(num_ctas, records.CTA_START)
+    everything = [item for of_cta in items for item in of_cta]
+    header["num_ctas"], header["num_items"], header["num_merges"] = num_ctas, len(everything), len(merges)
+    header["merge_rows"] = 64
+    header["items_offset"] = header.nbytes + starts.nbytes
+    header["merges_offset"] = header["items_offset"] + len(everything) * records.WORK_ITEM.itemsize
+    ends = np.cumsum([len(of_cta) for of_cta in items])[:num_ctas]
+    for cta, end in enumerate(ends):
+        starts[cta]["items"]["begin"], starts[cta]["items"]["end"] = end - len(items[cta]), end
+        if items[cta]:
+            starts[cta]["first"] = items[cta][0][0]
+    arrivals = np.zeros(len(merges), np.uint32)
+    data = np.concatenate([part.view(np.uint8) for part in (header, starts, *everything, *merges, arrivals)])
+    memory = np.zeros(len(data) + 128, np.uint8)  # a kernel reads the first item of a CTA that has none
+    memory[: len(data)] = data
+    partial_out = torch.full((partial + 1, case.value_dim), math.nan)
+    return Planned(memory, num_ctas, partial_out, torch.full((partial + 1,), math.nan))

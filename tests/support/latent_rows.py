@@ -1,0 +1,135 @@
+"""Latent rows in fp8: their exact values, and how a cache holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from caches import Cache, Shape, write_pages
+from cases.case import Case
+
+from flashpage.kernels import latent_formats
+
+# Scales that change no digit, and others.
+_EVEN, _UNEVEN = (0.5, 1.0, 0.25, 1.0, 0.5), (0.3, 0.77, 0.9, 0.41, 0.6)
+_NUMBERS = {"ckv_scale": 0.75, "kpe_scale": 0.375}
+_EXPONENT_BIAS = 127
+
+
+def exact(case: Case, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The rows as the cache holds them, [tokens, 1, columns], in fp64."""
+    if not case.row_format:
+        return rows
+    return [stored.double() * factor for stored, factor in (_stored(case, part, is_exact=False) for part in rows)]
+
+
+def halves(case: Case, rows: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Exact rows as the cache's two tensors hold them; packed rows are bytes in the first."""
+    if not case.row_format:
+        return [row[..., : case.value_dim] for row in rows], [row[..., case.value_dim :] for row in rows]
+    if case.packed_format:
+        return [_packed(case, row) for row in rows], [torch.empty(len(row), 1, 0, dtype=torch.uint8) for row in rows]
+    stored = [_stored(case, row, is_exact=True)[0].to(torch.float8_e4m3fn) for row in rows]
+    return [row[..., : case.value_dim] for row in stored], [row[..., case.value_dim :] for row in stored]
+
+
+def shape_of(case: Case, pages: int) -> tuple[Shape, torch.dtype]:
+    """The shape and the type of the cache."""
+    found = latent_formats.packed(case.packed_format)
+    dims = (case.value_dim, case.head_dim - case.value_dim) if found is None else (found.row_bytes, 0)
+    return Shape(pages, case.page_size, 1, *dims), torch.uint8 if found else getattr(torch, case.kv_type)
+
+
+def arrange(case: Case, cache: Cache) -> None:
+    """Moves the scales of a page after its rows, if the format has them there."""
+    if case.packed_format == "deepseek_v4":
+        memory = cache.buffers[0]
+        pages = memory.reshape(len(memory), -1, 584)
+        memory.reshape(len(memory), -1)[:] = torch.cat([pages[..., :576].flatten(1), pages[..., 576:].flatten(1)], 1)
+
+
+def run_arguments(case: Case, cache: Cache, device: str) -> dict[str, Any]:
+    """The scales that a run gets."""
+    if case.row_format == "numbers":
+        return dict(_NUMBERS)
+    if case.row_format == "tensors":
+        return {name: torch.tensor([value], device=device) for name, value in _factors_of_tensors().items()}
+    if case.row_format != "tokens":
+        return {}
+    scales = Cache.make(
+        "tuple", Shape(cache.shape.pages, case.page_size, 1, case.value_dim // 128, 0), "NHD", torch.float32
+    )
+    rows = [_blocks(case, n)[:, None] for n in case.kv_lens]
+    write_pages(scales, case.kv_lens, rows, [row[..., :0] for row in rows], seed=len(case.name))
+    return {"ckv_scale_arr": scales.buffers[0].squeeze(2).to(device), "kpe_scale": 0.5}
+
+
+def _factors_of_tensors() -> dict[str, float]:
+    return {"ckv_scale": 0.5, "kpe_scale": 0.25}
+
+
+def _blocks(case: Case, tokens: int) -> torch.Tensor:
+    """The scales of blocks of columns, [tokens, blocks] fp32."""
+    table = torch.tensor(_UNEVEN if case.has_uneven_scales else _EVEN)
+    blocks = 7 if case.packed_format == "deepseek_v4" else case.value_dim // 128
+    return table[(torch.arange(tokens)[:, None] * 3 + torch.arange(blocks)) % len(table)]
+
+
+def _factors(case: Case, tokens: int) -> torch.Tensor:
+    """The scale of each stored number, [tokens, 1, columns] fp64."""
+    factors = torch.ones(tokens, 1, case.head_dim, dtype=torch.float64)
+    numbers = {"numbers": _NUMBERS, "tensors": _factors_of_tensors()}.get(case.row_format)
+    if numbers:
+        factors[..., : case.value_dim], factors[..., case.value_dim :] = numbers["ckv_scale"], numbers["kpe_scale"]
+        return factors
+    if case.row_format == "tokens":
+        factors[..., case.value_dim :] = 0.5
+    blocks = _blocks(case, tokens).double()
+    columns = 64 if case.packed_format == "deepseek_v4" else 128
+    wide = blocks.repeat_interleave(columns, 1)
+    factors[:, 0, : wide.shape[1]] = wide
+    return factors
+
+
+def _stored(case: Case, rows: torch.Tensor, *, is_exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers that are stored, and their factors."""
+    factors = _factors(case, len(rows))
+    stored = rows.double() / factors if is_exact else rows.double()
+    quantised = 448 if case.packed_format == "deepseek_v4" else 512
+    if not case.packed_format:
+        return stored.float().to(torch.float8_e4m3fn).float(), factors
+    stored = stored.float()
+    parts = stored[..., :quantised].to(torch.float8_e4m3fn).float(), stored[..., quantised:].bfloat16().float()
+    return torch.cat(parts, -1), factors
+
+
+def _packed(case: Case, rows: torch.Tensor) -> torch.Tensor:
+    """Exact rows as bytes, [tokens, 1, row bytes]."""
+    stored, blocks = _stored(case, rows, is_exact=True)[0], _blocks(case, len(rows))
+    quantised = 448 if case.packed_format == "deepseek_v4" else 512
+    numbers = stored[:, 0, :quantised].to(torch.float8_e4m3fn).view(torch.uint8)
+    rest = stored[:, 0, quantised:].bfloat16().contiguous().view(torch.uint8)
+    if case.packed_format == "deepseek_v4":
+        exponents = torch.cat([blocks.log2() + _EXPONENT_BIAS, torch.full((len(rows), 1), 255.0)], 1).to(torch.uint8)
+        return torch.cat([numbers, rest, exponents], 1)[:, None]
+    return torch.cat([numbers, blocks.contiguous().view(torch.uint8), rest], 1)[:, None]
+
+
+def lists(case: Case, indptr: torch.Tensor, indices: torch.Tensor, masks: list[torch.Tensor]) -> tuple[Any, Any]:
+    """The tokens that each row of q sees by its mask, as places in the cache, [rows, topk], and topk_length or None."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for request, mask in enumerate(masks):
+        pages = indices[indptr[request] : indptr[request + 1]]
+        for row in mask:
+            tokens = row.nonzero().flatten()[torch.randperm(int(row.sum()), generator=generator)]
+            found.append(pages[tokens // case.page_size] * case.page_size + tokens % case.page_size)
+    topk = max(map(len, found), default=0) + 7
+    if case.selected == "lengths":
+        listed = torch.full((len(found), topk), 2**31 - 1, dtype=torch.int32)
+        for row, slots in zip(listed, found, strict=True):
+            row[: len(slots)] = slots
+        return listed, torch.tensor([len(slots) for slots in found], dtype=torch.int32)
+    listed = torch.full((len(found), topk), -1, dtype=torch.int32)
+    for row, slots in zip(listed, found, strict=True):
+        row[torch.randperm(topk, generator=generator)[: len(slots)]] = slots.int()
+    return listed, None
