@@ -50,8 +50,8 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 _SUBMODULES = (
-    "attention cascade compat decode flash_attn jit mla ops page parallel pod prefill quantization sparse utils "
-    "variants vllm_ops"
+    "attention cascade compat decode flash_attn flash_mla jit mla ops page parallel pod prefill quantization sparse "
+    "utils variants vllm_ops"
 )
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604

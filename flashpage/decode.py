@@ -3,9 +3,9 @@
 from .base.refused import (
     BatchDecodeMlaWithPagedKVCacheWrapper,
     cudnn_batch_decode_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache,
 )
+from .wrappers.latent_functions import trtllm_batch_decode_with_kv_cache_mla
 from .wrappers.paged_decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,

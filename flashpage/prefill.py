@@ -6,6 +6,7 @@ from .base.refused import (
     trtllm_fmha_v2_prefill,
     trtllm_ragged_attention_deepseek,
 )
+from .wrappers.latent_functions import trtllm_prefill_with_kv_cache_mla
 from .wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 from .wrappers.single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
@@ -22,5 +23,6 @@ __all__ = [
     "single_prefill_with_kv_cache_with_jit_module",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_fmha_v2_prefill",
+    "trtllm_prefill_with_kv_cache_mla",
     "trtllm_ragged_attention_deepseek",
 ]

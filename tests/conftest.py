@@ -68,6 +68,7 @@ SLOW = {
     *("engines/test_transformers_tokens", "engines/test_vllm_ops", "host/test_host_build"),
     *("host/test_host_packaging", "host/test_host_threads", "jit/test_aot", "jit/test_cache"),
     *("jit/test_compile_failures", "jit/test_jit", "kernels/test_latent_kernel", "project/test_examples"),
+    *("engines/test_transformers_latents", "serving/test_latent_engine"),
     *("jit/test_kernel_key", "jit/test_trust", "kernels/test_a_new_kernel", "kernels/test_function_tiles"),
     *("kernels/test_prefill_kernel", "kernels/test_prefill_sass", "kernels/test_shared_memory", "net/test_bad_inputs"),
     *("net/test_faults", "net/test_faulty_disk", "net/test_fuzz", "net/test_soak", "planner/test_planner_properties"),

@@ -18,7 +18,7 @@ VARIABLES = {
     "FLASHPAGE_NVCC": "nvcc to use; 'off': use NVRTC even if nvcc is found",
     "FLASHPAGE_THREADS": "threads of the CPU backend (default: the cores this process may use)",
     "FLASHPAGE_CHECK_INDICES": "'on': plan checks page numbers and item lengths that live on the device (copies back)",
-    "FLASHPAGE_VLLM": "'on': vLLM's own choices of FLASH_ATTN, FLASHINFER and CPU_ATTN are flashpage",
+    "FLASHPAGE_VLLM": "'on': vLLM's own choices of FLASH_ATTN, FLASHINFER, CPU_ATTN and for MLA are flashpage",
 }
 MAX_COUNT = 1024  # of threads (csrc/cpu/threads.cpp) and of compilers
 _OFF = ("off", "0", "false", "no")

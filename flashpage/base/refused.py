@@ -11,10 +11,16 @@ _PREFILL = "use BatchPrefillWithPagedKVCacheWrapper, whose plan takes block_tabl
 _RAGGED = "use BatchPrefillWithRaggedKVCacheWrapper, which takes head_dim_qk=192 and head_dim_vo=128 too"
 _NVFP4 = "nvfp4 caches need Blackwell kernels: use a 16-bit or fp8 cache, append_paged_kv_cache and k_scale, v_scale"
 _MLA = "use BatchMLAPagedAttentionWrapper, whose plan takes block tables and lengths by MLAPlanMetadata.dense"
+_SPARSE_MLA = "use BatchMLASparseAttentionWrapper, which takes lists of tokens"
+_BLACKWELL_MLA = f"it belongs to Blackwell kernels: {_MLA}"
 
 REASONS = {
     "BatchDecodeMlaWithPagedKVCacheWrapper": _MLA,
+    "DSV4HCAMetadata": _SPARSE_MLA,
     "FP4Tensor": _NVFP4,
+    "SparseMLASm120Wrapper": _SPARSE_MLA,
+    "cake_mla_varq_dcp_decode": _BLACKWELL_MLA,
+    "convert_compressed_page_aligned_sparse_indices_to_hca_metadata": _SPARSE_MLA,
     "cudnn_batch_decode_with_kv_cache": _DECODE,
     "cudnn_batch_prefill_with_kv_cache": _PREFILL,
     "fmha_varlen": _RAGGED,
@@ -24,12 +30,14 @@ REASONS = {
     "nvfp4_quantize": _NVFP4,
     "nvfp4_quantize_append_paged_kv_cache": _NVFP4,
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": _NVFP4,
-    "trtllm_batch_decode_with_kv_cache_mla": _MLA,
+    "nvfp4_sparse_mla_decode": _NVFP4,
+    "prepare_cake_mla_varq_dcp_decode": _BLACKWELL_MLA,
+    "prepare_nvfp4_batch_decode_with_kv_cache_mla": _NVFP4,
+    "trtllm_batch_decode_sparse_mla_dsv4": _SPARSE_MLA,
     "trtllm_fmha_v2_prefill": _PREFILL,
     "trtllm_ragged_attention_deepseek": _RAGGED,
     "xqa": _DECODE,
     "xqa_batch_decode_with_kv_cache": _DECODE,
-    "xqa_batch_decode_with_kv_cache_mla": _MLA,
     "xqa_mla": _MLA,
 }
 

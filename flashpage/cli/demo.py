@@ -13,11 +13,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--new-tokens", type=values.count, default=64, help="most new tokens of a request (default: 64)"
     )
     parser.add_argument(
+        "--model", choices=["llama", "latent"], default="llama", help="latent: with latent rows, as DeepSeek-V3"
+    )
+    parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto (default): the GPU if there is one"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ..demo.latent_model import LatentConfig
     from ..demo.main import run_demo
 
-    return run_demo(arguments.requests, arguments.new_tokens, arguments.device)
+    config = LatentConfig() if arguments.model == "latent" else None
+    return run_demo(arguments.requests, arguments.new_tokens, arguments.device, config)

@@ -16,6 +16,7 @@ from ..serving.engine import Engine, EngineConfig
 from ..serving.kv_parts import KvPart
 from ..serving.paged_attention import DecodeMetadata
 from ..serving.request import Request
+from .latent_model import LatentConfig, LatentModel
 from .model import Config, Llama
 from .reference import check_tokens
 
@@ -60,7 +61,8 @@ def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", conf
     device = choose_device(device_name)
     torch.set_num_threads(1)  # the model is small: torch's threads would only compete with attention for the cores
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    model = Llama(config or Config(), device, dtype)
+    config = config or Config()
+    model = (LatentModel if isinstance(config, LatentConfig) else Llama)(config, device, dtype)
     requests = make_requests(num_requests, new_tokens, model.config.vocabulary)
     describe(model, requests)
 

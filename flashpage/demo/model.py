@@ -6,7 +6,9 @@ The model takes attention as a callable, so the engine and the unpaged reference
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,16 @@ class Config:
     intermediate: int = 1024
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+
+    @property
+    def rope_dim(self) -> int:
+        """Columns of a query and of a key that are rotated."""
+        return self.head_dim
+
+    @property
+    def sm_scale(self) -> float:
+        """Multiplies the scores."""
+        return self.head_dim**-0.5
 
 
 class Layer:
@@ -59,7 +71,7 @@ class Llama:
 
         self.config, self.device, self.dtype = config, device, dtype
         self.embedding = make(config.vocabulary, config.hidden) * config.vocabulary**0.5
-        self.layers = [Layer(config, make) for _ in range(config.num_layers)]
+        self.layers = [self.make_layer(make) for _ in range(config.num_layers)]
         self.norm = make(config.hidden)
         self.output = make(config.hidden, config.vocabulary)
 
@@ -67,16 +79,27 @@ class Llama:
         """Hidden states [rows, hidden] of tokens [rows], each at its position [rows] within its request."""
         c = self.config
         x = self.embedding[tokens]
-        turn = rope_angles(positions, c.head_dim, c.rope_theta)
+        turn = rope_angles(positions, c.rope_dim, c.rope_theta)
         for index, layer in enumerate(self.layers):
             h = rms_norm(x, layer.attention_norm, c.norm_eps)
-            q = rotate((h @ layer.wq).view(-1, c.num_q_heads, c.head_dim), turn)
-            k = rotate((h @ layer.wk).view(-1, c.num_kv_heads, c.head_dim), turn)
-            v = (h @ layer.wv).view(-1, c.num_kv_heads, c.head_dim)
-            x = x + attend(index, q, k, v).reshape(-1, c.num_q_heads * c.head_dim) @ layer.wo
+            x = x + self.attention(layer, h, turn, functools.partial(attend, index)) @ layer.wo
             h = rms_norm(x, layer.mlp_norm, c.norm_eps)
             x = x + (torch.nn.functional.silu(h @ layer.gate) * (h @ layer.up)) @ layer.down
         return rms_norm(x, self.norm, c.norm_eps)
+
+    def make_layer(self, make: Callable[..., Tensor]) -> Any:
+        """The weights of a layer."""
+        return Layer(self.config, make)
+
+    def attention(
+        self, layer: Any, h: Tensor, turn: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """The output of one layer's attention before `wo`, [rows, columns]."""
+        c = self.config
+        q = rotate((h @ layer.wq).view(-1, c.num_q_heads, c.head_dim), turn)
+        k = rotate((h @ layer.wk).view(-1, c.num_kv_heads, c.head_dim), turn)
+        v = (h @ layer.wv).view(-1, c.num_kv_heads, c.head_dim)
+        return attend(q, k, v).flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary], fp32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -25,10 +26,10 @@ class Verdict:
         return self.agree + self.ties + self.wrong
 
 
-def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Attention over one whole request; q [rows, num_q_heads, head_dim], k and v [rows, num_kv_heads, head_dim]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)[0].transpose(0, 1)
 
 
 def check_tokens(model: Llama, requests: list[Request]) -> Verdict:
@@ -39,7 +40,8 @@ def check_tokens(model: Llama, requests: list[Request]) -> Verdict:
             continue
         tokens = torch.tensor(request.tokens, device=model.device)
         positions = torch.arange(len(tokens) - 1, device=model.device)
-        hidden = model.forward(tokens[:-1], positions, causal_attention)
+        attend = functools.partial(causal_attention, scale=model.config.sm_scale)
+        hidden = model.forward(tokens[:-1], positions, attend)
         logits = model.logits(hidden[request.prompt_len - 1 :])
         chosen = tokens[request.prompt_len :]
         best, best_token = logits.max(-1)

@@ -60,6 +60,7 @@ class Engine:
         self.model, self.config = model, config
         shape = model.config
         self.table = RequestTable(config.max_requests, config.max_context, model.device)
+        layers = layers_of(shape)
         # NaN, so that a read of a slot that was never written is noticed.
         self.pool = TokenPool(
             num_pages=config.num_blocks,
@@ -70,8 +71,8 @@ class Engine:
             dtype=model.dtype,
             device=model.device,
             fill=float("nan"),
+            v_head_dim=layers[0].v_head_dim,
         )
-        layers = layers_of(shape)
         self.backend = make_backend(self.table, self.pool, layers, model.dtype)
         self.blocks = BlockPool(config.num_blocks)
         self.scheduler = Scheduler(self.blocks, self.table, config.block_size, config.max_step_tokens)

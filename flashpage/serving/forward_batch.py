@@ -31,6 +31,7 @@ class AttentionLayer:
     is_cross: bool = False  # attends to the encoder's tokens, not to the decoder's
     k_scale: Any = None  # numbers or fp32 tensors that multiply the pool's values
     v_scale: Any = None
+    v_head_dim: int | None = None  # latent rows (MLA): V is the first columns of K; None: V has a head dim of its own
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..plan.page_indices import NO_PAGES, Mask, Pages
 from ..wrappers.base import DECODE, PAGED, RAGGED, Attention
 from ..wrappers.graph_buffers import take_graph_buffers
 from ..wrappers.merge import merge_state
-from ..wrappers.plan_arguments import Checked, DecodeArguments, PrefillArguments
+from ..wrappers.plan_arguments import Checked, DecodeArguments, LatentArguments, PrefillArguments
 from .backend import AttentionBackend
 from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 from .graph_plans import GraphPlans, GraphSizes
@@ -90,7 +90,8 @@ class PagedAttention(AttentionBackend):
         self.parts = parts_of(layers)
         windows = {part: layer.window_left for part, layer in self.parts.items()}
         self.indices = IndicesUpdater(table, pool.page_size, windows)
-        self._ragged_extend = ragged_extend and set(self.parts) == {KvPart.ALL}
+        _check_pool(layers, pool)
+        self._ragged_extend = ragged_extend and set(self.parts) == {KvPart.ALL} and not pool.is_latent
         self._decode = {part: self._make(DECODE, None) for part in self.parts}
         self._extend = {part: self._make(PAGED, None) for part in self.parts}
         self._verify = {part: self._make(PAGED, None) for part in self.parts}
@@ -117,16 +118,7 @@ class PagedAttention(AttentionBackend):
         """Plans one row a request for each part; `out`: memory for page numbers that captured steps read."""
         for part, attention in planned.items():
             indptr, indices, last_page_len = self.indices.update(batch, part, out=None if out is None else out[part])
-            layer = self.parts[part]
-            arguments = DecodeArguments(
-                layer.num_q_heads,
-                layer.num_kv_heads,
-                layer.head_dim,
-                self.pool.page_size,
-                q_data_type=self.q_dtype,
-                kv_data_type=self.pool.dtype,
-                **_options(layer),
-            )
+            arguments = self._decode_arguments(self.parts[part])
             lengths = Lengths(None, indptr, last_page_len)
             attention.plan(lengths, Pages(indices), *self._checked[part, "decode"].of(arguments))
         return DecodeMetadata(planned)
@@ -160,10 +152,37 @@ class PagedAttention(AttentionBackend):
             self.plan_extend(batch, self._extend, prefix_only=True)
         return PrefillMetadata(self._extend, self._ragged, no_prefix)
 
+    def _decode_arguments(self, layer: AttentionLayer) -> DecodeArguments | LatentArguments:
+        if layer.v_head_dim is not None:
+            return self._latent_arguments(layer, layer.v_head_dim, q_len_per_req=1)
+        return DecodeArguments(
+            layer.num_q_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            self.pool.page_size,
+            q_data_type=self.q_dtype,
+            kv_data_type=self.pool.dtype,
+            **_options(layer),
+        )
+
+    def _latent_arguments(self, layer: AttentionLayer, ckv: int, **options: Any) -> LatentArguments:
+        return LatentArguments(
+            num_heads=layer.num_q_heads,
+            head_dim_ckv=ckv,
+            head_dim_kpe=layer.head_dim - ckv,
+            page_size=self.pool.page_size,
+            sm_scale=layer.head_dim**-0.5 if layer.sm_scale is None else layer.sm_scale,
+            q_data_type=self.q_dtype,
+            kv_data_type=self.pool.dtype,
+            **options,
+        )
+
     def _prefill_arguments(
         self, part: KvPart, has_mask: bool, is_causal: bool, is_ragged: bool = False
-    ) -> PrefillArguments:
+    ) -> PrefillArguments | LatentArguments:
         layer = self.parts[part]
+        if layer.v_head_dim is not None:
+            return self._latent_arguments(layer, layer.v_head_dim, has_mask=has_mask, causal=is_causal)
         return PrefillArguments(
             "ragged" if is_ragged else "paged",
             layer.num_q_heads,
@@ -256,6 +275,15 @@ class PagedAttention(AttentionBackend):
         """Plans the batch into the buffers that its captured runs read."""
         plan = self.plan_decode if batch.mode is ForwardMode.DECODE else self.plan_extend
         return plan(batch, graphs.planned(batch), graphs.indices)
+
+
+def _check_pool(layers: Sequence[AttentionLayer], pool: TokenPool) -> None:
+    for layer in layers:
+        if (layer.v_head_dim is not None) != pool.is_latent:
+            raise FlashpageError(
+                f"layer {layer.index} has v_head_dim={layer.v_head_dim} but the pool was made "
+                f"{'with' if pool.is_latent else 'without'} v_head_dim: pass the same to both of them."
+            )
 
 
 def _options(layer: AttentionLayer) -> dict[str, Any]:

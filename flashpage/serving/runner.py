@@ -15,12 +15,13 @@ from .graph_runner import GraphRunner, batch_sizes_to_capture
 from .scheduler import Work
 from .token_pool import RequestTable
 
-# attend(layer, q [rows, num_q_heads, head_dim], k, v [rows, num_kv_heads, head_dim]) -> [rows, num_q_heads, head_dim]
+# attend(layer, q [rows, num_q_heads, head_dim], k, v [rows, num_kv_heads, head_dim]) -> [rows, num_q_heads, head_dim].
+# A model with latent rows (MLA) passes the first v_head_dim columns of k as v; the result has as many.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class ModelConfig(Protocol):
-    """The sizes of a model that the engine needs."""
+    """The sizes of a model that the engine needs. One with latent rows (MLA) has `v_head_dim` and `sm_scale` too."""
 
     @property
     def num_layers(self) -> int:
@@ -70,8 +71,9 @@ class Model(Protocol):
 
 def layers_of(config: ModelConfig) -> list[AttentionLayer]:
     """The attention layers of a model whose layers are all equal."""
-    heads = (config.num_q_heads, config.num_kv_heads, config.head_dim)
-    return [AttentionLayer(index, *heads) for index in range(config.num_layers)]
+    heads = (config.num_q_heads, config.num_kv_heads, config.head_dim, getattr(config, "sm_scale", None))
+    rows = getattr(config, "v_head_dim", None)
+    return [AttentionLayer(index, *heads, v_head_dim=rows) for index in range(config.num_layers)]
 
 
 class ModelRunner:

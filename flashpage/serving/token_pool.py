@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..base.errors import FlashpageError, RunError
+from ..base.errors import FlashpageError, PlanError, RunError
 from ..wrappers import append
 
 UNOWNED_PAGE = 0  # never given to a request: rows that pad a captured batch write here
@@ -83,6 +83,8 @@ class TokenPool:
         page_size: tokens in a page; 1: every slot is a page.
         dtype: of K and V; fp8 values are divided by the layer's scales when they are written.
         fill: initial value of all slots; NaN makes a read of a slot that was never written visible.
+        v_head_dim: None: K and V are apart. Otherwise slots hold latent rows of one KV head (MLA): K is the row, and V
+            its first v_head_dim columns.
     """
 
     def __init__(
@@ -95,13 +97,22 @@ class TokenPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         fill: float = 0.0,
+        v_head_dim: int | None = None,
     ) -> None:
         numbers = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
         for name, number in {**numbers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}.items():
             checks.whole(name, number, 1)
         self.num_pages, self.page_size, self.dtype = num_pages, page_size, checks.dtype("dtype", dtype).torch
         device, fill = checks.device(device), _fill(fill)
-        shape = (num_pages, 2, page_size, num_kv_heads, head_dim)
+        self.is_latent = v_head_dim is not None
+        if v_head_dim is not None:
+            checks.whole("v_head_dim", v_head_dim, 1, head_dim)
+            if num_kv_heads != 1:
+                raise PlanError(f"num_kv_heads={num_kv_heads} with v_head_dim: latent rows have one KV head, pass 1.")
+        shape = (
+            (num_pages, page_size, head_dim) if self.is_latent else (num_pages, 2, page_size, num_kv_heads, head_dim)
+        )
+        self._v_head_dim = v_head_dim
         self._caches = [torch.full(shape, fill, device=device).to(self.dtype) for _ in range(num_layers)]
         # For appending by slot: one request whose pages are the whole pool, in order.
         self._all_pages = torch.arange(num_pages, dtype=torch.int32, device=device)
@@ -110,7 +121,8 @@ class TokenPool:
         self._first_request = torch.zeros(num_pages * page_size, dtype=torch.int32, device=device)
 
     def kv(self, layer: int) -> torch.Tensor:
-        """The cache of a layer for wrappers, [num_pages, 2, page_size, num_kv_heads, head_dim]."""
+        """The cache of a layer for wrappers, [num_pages, 2, page_size, num_kv_heads, head_dim]; latent rows:
+        [num_pages, page_size, head_dim]."""
         return self._caches[checks.whole("layer", layer, 0, len(self._caches) - 1, RunError)]
 
     def write(
@@ -118,21 +130,29 @@ class TokenPool:
         layer: int,
         slots: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> None:
-        """Writes K and V of new tokens, [tokens, num_kv_heads, head_dim], to their slots, [tokens] int32."""
+        """Writes K and V of new tokens, [tokens, num_kv_heads, head_dim], to their slots, [tokens] int32; V of latent
+        rows is part of K and not read."""
         cache, count = self.kv(layer), checks.tensor(slots, "slots", RunError).numel()
-        k, v = self._stored(k, "k", k_scale), self._stored(v, "v", v_scale)
+        k = self._stored(k, "k", k_scale)
+        places = (self._first_request[:count], slots)
         everything = (self._all_pages, self._all_indptr, self._all_last)
         try:
-            append.append_paged_kv_cache(k, v, self._first_request[:count], slots, cache, *everything)
+            if self.is_latent:
+                rows, cut = k.flatten(1), self._v_head_dim
+                caches = (cache[..., :cut], cache[..., cut:])
+                append.append_paged_mla_kv_cache(rows[:, :cut], rows[:, cut:], *places, *caches, *everything)
+            else:
+                append.append_paged_kv_cache(k, self._stored(v, "v", v_scale), *places, cache, *everything)
         except FlashpageError as error:
             error.use_names({"append_key": "k", "append_value": "v", "positions": "slots", "batch_indices": "slots"})
+            error.use_names(dict.fromkeys(("append_ckv", "append_kpe"), "k"))
             raise
 
-    def _stored(self, values: torch.Tensor, name: str, scale: Any) -> torch.Tensor:
+    def _stored(self, values: Any, name: str, scale: Any) -> torch.Tensor:
         """Values as the cache stores them: value = stored * scale."""
         checks.dtype_of(checks.tensor(values, name, RunError), name, RunError)
         if scale is None:

@@ -20,7 +20,8 @@ from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import Pages
 from ..plan.session import current_stream
 from .base import PAGED, RAGGED, Attention
-from .plan_arguments import DecodeArguments, PrefillArguments
+from .latent_sparse import SelectedAttention
+from .plan_arguments import Arguments, LatentArguments
 
 _FLOAT_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
 _INT_BYTES = 1 << 18  # a larger plan gets more
@@ -44,7 +45,7 @@ class FunctionPlan:
 
     __slots__ = ("_held", "_is_captured", "attention", "options", "values")
 
-    def __init__(self, attention: Attention, arguments: DecodeArguments | PrefillArguments) -> None:
+    def __init__(self, attention: Attention, arguments: Arguments) -> None:
         self.attention = attention
         self.options, self.values = arguments.checked()
         self._is_captured = False
@@ -102,7 +103,7 @@ class _Seen:
     __slots__ = ("_numbers", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor, self._version = tensor, -1 if tensor.is_inference() else tensor._version
         self._numbers = tensor.tolist() if tensor.is_cpu else None
 
     def __eq__(self, other: object) -> bool:
@@ -120,14 +121,20 @@ def key_of(*tensors: torch.Tensor) -> Hashable:
     return None if any(tensor.is_inference() for tensor in tensors) else tuple(map(_Seen, tensors))
 
 
-def plan_of(
-    device: torch.device, kv_layout: str, arguments: DecodeArguments | PrefillArguments, names: Names | None = None
-) -> FunctionPlan:
+def key_of_step(step: Hashable, *tensors: torch.Tensor) -> Hashable:
+    """A key of `on_device` for calls whose caller promises equal lengths while it passes this `step`. Page numbers may
+    change: cards read them in place, and on the CPU numbers are compared."""
+    return (step, is_capturing(tensors[0].device), *map(_Seen, tensors))
+
+
+def plan_of(device: torch.device, kv_layout: str, arguments: Arguments, names: Names | None = None) -> FunctionPlan:
     """This thread's plan for a device, its current stream, a layout and options; `names`: the caller's, of lengths."""
     stream = current_stream(device.index) if device.type == "cuda" else 0
     place = device, stream
     plans: dict[Any, FunctionPlan] = _local.__dict__.setdefault("plans", {})
-    key = place, kv_layout, names, type(arguments), arguments[:-1], *arguments.own.items()
+    key: Any = place, kv_layout, names, type(arguments), arguments
+    if not isinstance(arguments, LatentArguments):
+        key = *key[:-1], arguments[:-1], *arguments.own.items()
     try:
         found = plans.pop(key, None)
     except TypeError:  # an argument that is no number, such as a list
@@ -137,18 +144,19 @@ def plan_of(
         while len(plans) >= _MOST_PLANS:
             del plans[next(iter(plans))]
         if names is None:
-            names = RAGGED if isinstance(arguments, PrefillArguments) and arguments.kv_source == "ragged" else PAGED
-        found = FunctionPlan(_attention(place, kv_layout, names), arguments)
+            names = RAGGED if getattr(arguments, "kv_source", "paged") == "ragged" else PAGED
+        kind = SelectedAttention if getattr(arguments, "is_selected", False) else Attention
+        found = FunctionPlan(_attention(place, kv_layout, names, kind), arguments)
     plans[key] = found  # the newest is the last
     return found
 
 
-def _attention(place: tuple[torch.device, int], kv_layout: str, names: Names) -> Attention:
+def _attention(place: tuple[torch.device, int], kv_layout: str, names: Names, kind: type[Attention]) -> Attention:
     device = place[0]
     workspaces: dict[Any, torch.Tensor] = _local.__dict__.setdefault("workspaces", {})
     shared = workspaces.get(place)
     if shared is None:
         shared = workspaces[place] = torch.empty(_FLOAT_BYTES[device.type], dtype=torch.uint8, device=device)
-    attention = Attention(shared, kv_layout, names=names)
+    attention = kind(shared, kv_layout, names=names)
     attention.reset_workspace_buffer(shared, torch.empty(_INT_BYTES, dtype=torch.uint8, device=device))
     return attention

@@ -20,10 +20,10 @@ from .latent_run import caches_of, joined_query, scales_of, use_run_names
 from .plan_arguments import LatentArguments, differ
 
 # The rows of q are the requests of the planner.
-_SELECTED = Names("rows", "indices", "topk_length", "topk_length")
+SELECTED = Names("rows", "indices", "topk_length", "topk_length")
 
 
-class _SelectedAttention(Attention):
+class SelectedAttention(Attention):
     """An Attention whose runs read lists of tokens."""
 
     indices: torch.Tensor
@@ -58,8 +58,8 @@ class BatchMLASparseAttentionWrapper:
         self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False, num_rows: int | None = None
     ) -> None:
         is_graph = checks.flag("use_cuda_graph", use_cuda_graph)
-        self._attention = _SelectedAttention(
-            float_workspace_buffer, is_graph=is_graph, names=_SELECTED, owner=type(self).__name__
+        self._attention = SelectedAttention(
+            float_workspace_buffer, is_graph=is_graph, names=SELECTED, owner=type(self).__name__
         )
         if is_graph:
             self._attention.session.batch.fix_requests(checks.whole("num_rows", num_rows, 1))
@@ -186,7 +186,7 @@ class BatchMLASparseAttentionWrapper:
             q = joined_query(query, q_nope, q_pe)
             cache = caches_of(self._options, kv_cache, ckv_cache, kpe_cache)
             if lists.is_cpu:
-                _check_slots(lists, self._lens, cache[0].shape[0] * self._options.page_size)
+                check_slots(lists, self._lens, cache[0].shape[0] * self._options.page_size)
             tensors = Tensors(q, as_cache(cache if len(cache) > 1 else cache[0]), out, lse)
             return self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl)
         except FlashpageError as error:
@@ -222,7 +222,7 @@ def _check_lengths(lens: torch.Tensor, rows: int, topk: int) -> None:
         )
 
 
-def _check_slots(lists: torch.Tensor, lens: torch.Tensor, slots: int) -> None:
+def check_slots(lists: torch.Tensor, lens: torch.Tensor, slots: int) -> None:
     """On the CPU alone, as numbers on a card would have to be waited for."""
     used = lists.masked_fill(torch.arange(lists.shape[1], device="cpu") >= lens[:, None], -1)
     least, most = (int(used.min()), int(used.max())) if used.numel() else (-1, -1)

@@ -151,6 +151,8 @@ class LatentArguments(NamedTuple):
     fixed_split_size: Any = None
     disable_split_kv: Any = False
     is_selected: bool = False  # each row lists its tokens
+    q_len_per_req: Any = 0  # 0: the lengths say
+    has_mask: bool = False
 
     def checked(self) -> tuple[Options, RunOptions]:
         """The options, and the values that runs use."""
@@ -162,7 +164,6 @@ class LatentArguments(NamedTuple):
         latent_format, kv_dtype = check_format(self.kv_row_format, given, (ckv, kpe))
         options = check_options(
             kv_source="selected" if self.is_selected else "latent",
-            uniform_q_len=int(self.is_selected),
             num_qo_heads=checks.whole("num_heads", self.num_heads, 1),
             num_kv_heads=1,
             head_dim_qk=ckv + kpe,
@@ -176,10 +177,11 @@ class LatentArguments(NamedTuple):
             window_left=-1,
             logits_soft_cap=None,
             pos_encoding_mode="NONE",
-            has_mask=False,
+            has_mask=self.has_mask,
             variant=None,
             fixed_split_size=self.fixed_split_size,
             disable_split_kv=self.disable_split_kv,
+            uniform_q_len=1 if self.is_selected else self.q_len_per_req,
         )
         scale = check_scale(self.sm_scale, options.head_dim_qk)
         return options, RunOptions(options.causal, -1, 0.0, scale, None, None, "NONE")

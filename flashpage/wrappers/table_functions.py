@@ -23,6 +23,11 @@ _REASONS = {
     "enable_block_sparse_attention": "use BlockSparseAttentionWrapper",
     "causal_seqlens_kv_global": "use flashpage.parallel.ContextParallelAttention",
     "bf16q_fp8kv_transform_mode": "fp8 caches are read under 16-bit queries as they are: leave it None",
+    "cp_world": "use flashpage.parallel.ContextParallelAttention",
+    "cp_rank": "use flashpage.parallel.ContextParallelAttention",
+    "enable_dcp": "use flashpage.parallel.ContextParallelAttention",
+    "sparse_mla_top_k": "use BatchMLASparseAttentionWrapper, and leave it 0",
+    "sparse_mla_top_k_lens": "use BatchMLASparseAttentionWrapper, and leave it None",
     "request_order": "the plan orders requests: leave it None",
     "request_order_plan": "the plan orders requests: leave it None",
     "skip_softmax_threshold_scale_factor": "it belongs to the trtllm-gen kernels: leave it None",
@@ -113,10 +118,10 @@ def trtllm_batch_decode_with_kv_cache(
 
     The other arguments belong to FlashInfer's kernels and are refused if they differ from their defaults.
     """
-    _refuse(
+    refuse(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
-        o_scale=None if o_scale.__class__ in (int, float) and o_scale == 1 else o_scale,
+        o_scale=unless(o_scale, 1),
         mask=mask,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         kv_cache_sf=kv_cache_sf,
@@ -126,13 +131,10 @@ def trtllm_batch_decode_with_kv_cache(
         bf16q_fp8kv_transform_mode=bf16q_fp8kv_transform_mode,
         request_order=request_order,
         request_order_plan=request_order_plan,
+        cp_world=unless(cp_world, 1),
+        cp_rank=unless(cp_rank, 0),
     )
-    if cp_world.__class__ is not int or cp_rank.__class__ is not int or (cp_world, cp_rank) != (1, 0):
-        raise CapabilityError(
-            f"cp_world={checks.shown(cp_world)} and cp_rank={checks.shown(cp_rank)} are not supported: "
-            "use flashpage.parallel.ContextParallelAttention."
-        )
-    _check_tables(uses_shared_paged_kv_idx, backend)
+    check_tables(uses_shared_paged_kv_idx, backend)
     call = _Call(
         *(query, kv_cache, block_tables, seq_lens, (bmm1_scale, bmm2_scale), out, out_dtype, sinks, kv_layout),
         *(enable_pdl, lse, return_lse),
@@ -189,7 +191,7 @@ def trtllm_batch_context_with_kv_cache(
 
     The other arguments are those of trtllm_batch_decode_with_kv_cache.
     """
-    _refuse(
+    refuse(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
         kv_cache_sf=kv_cache_sf,
@@ -197,7 +199,7 @@ def trtllm_batch_context_with_kv_cache(
         use_fp16_softmax=use_fp16_softmax,
         uses_spcompress=uses_spcompress,
     )
-    _check_tables(uses_shared_paged_kv_idx, backend)
+    check_tables(uses_shared_paged_kv_idx, backend)
     call = _Call(
         *(query, kv_cache, block_tables, seq_lens, (bmm1_scale, bmm2_scale), out, out_dtype, sinks, kv_layout),
         *(enable_pdl, lse, return_lse),
@@ -218,18 +220,18 @@ def _run(call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: in
     query = checks.tensor(call.query, "query", RunError)
     if query.dim() != 3:
         raise RunError(f"query has shape {tuple(query.shape)}: pass [rows, num_qo_heads, head_dim].")
-    seq_lens, tables = _as_int32(call.seq_lens, "seq_lens"), _as_int32(call.block_tables, "block_tables")
+    seq_lens, tables = as_int32(call.seq_lens, "seq_lens"), as_int32(call.block_tables, "block_tables")
     layout = checks.layout(call.kv_layout, RunError)
     k, v = _pair(call.kv_cache, query.shape[2])
     token, head = (1, 2) if layout == "NHD" else (2, 1)
-    sm_scale, q_scale = _scale(call.scales[0], "bmm1_scale")
-    v_number, v_tensor = _scale(call.scales[1], "bmm2_scale")
+    sm_scale, q_scale = scale_of(call.scales[0], "bmm1_scale")
+    v_number, v_tensor = scale_of(call.scales[1], "bmm2_scale")
     scales = (q_scale, None, v_tensor if v_number == 1 else v_number)
     heads = (query.shape[1], k.shape[head], query.shape[2], k.shape[token])
     types = {
         "q_data_type": query.dtype,
         "kv_data_type": k.dtype,
-        "o_data_type": _out_dtype(call.out, call.out_dtype, query),
+        "o_data_type": out_dtype_of(call.out, call.out_dtype, query),
     }
     given: dict[str, Any] = {"window_left": window_left, **types}
     arguments: DecodeArguments | PrefillArguments
@@ -245,7 +247,7 @@ def _run(call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: in
         lengths = Tables(seq_lens, tables)
     else:
         arguments = PrefillArguments("paged", *heads, causal=causal, **given)
-        lengths = Tables(seq_lens, tables, _as_int32(q_indptr, "cum_seq_lens_q"), query.shape[0])
+        lengths = Tables(seq_lens, tables, as_int32(q_indptr, "cum_seq_lens_q"), query.shape[0])
     plan = plan_of(query.device, layout, arguments)
     values = plan.values._replace(sm_scale=sm_scale)  # differs between the layers of an fp8 cache, unlike the plan
     sinks = call.sinks[0] if call.sinks.__class__ is list and len(call.sinks) == 1 else call.sinks
@@ -281,35 +283,40 @@ def _pair(kv_cache: Any, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return pair[0], pair[1]
 
 
-def _scale(scale: Any, name: str) -> tuple[float, torch.Tensor | None]:
+def scale_of(scale: Any, name: str) -> tuple[float, torch.Tensor | None]:
     """A scale as a number and a tensor, one of which is 1 or None."""
     if isinstance(scale, torch.Tensor):
         return 1.0, scale
     return checks.real(name, scale, error=RunError), None
 
 
-def _out_dtype(out: Any, out_dtype: Any, query: torch.Tensor) -> Any:
+def out_dtype_of(out: Any, out_dtype: Any, query: torch.Tensor) -> Any:
     if out_dtype is not None:
         return out_dtype
     return query.dtype if out is None else checks.tensor(out, "out", RunError).dtype
 
 
-def _as_int32(numbers: Any, name: str) -> torch.Tensor:
+def as_int32(numbers: Any, name: str) -> torch.Tensor:
     """FlashInfer documents lengths as uint32; they have the bits of int32."""
     tensor = checks.tensor(numbers, name, RunError)
     return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
 
 
-def _check_tables(is_shared: bool, backend: str) -> None:
-    if backend not in _BACKENDS:
-        raise CapabilityError(f"backend={checks.shown(backend)} is not known here: pass one of {', '.join(_BACKENDS)}.")
+def check_tables(is_shared: bool, backend: str, backends: tuple[str, ...] = _BACKENDS) -> None:
+    if backend not in backends:
+        raise CapabilityError(f"backend={checks.shown(backend)} is not known here: pass one of {', '.join(backends)}.")
     if is_shared is not True:
         raise CapabilityError(
             "uses_shared_paged_kv_idx=False is not supported: K and V of a token have one page number, pass True."
         )
 
 
-def _refuse(**given: Any) -> None:
+def unless(value: Any, usual: int) -> Any:
+    """None in place of the usual number, which `refuse` then takes."""
+    return None if value.__class__ in (int, float) and value == usual else value
+
+
+def refuse(**given: Any) -> None:
     for name, value in given.items():
         if not any(value is usual for usual in _USUAL):
             raise CapabilityError(f"{name}={checks.shown(value)} is not supported: {_REASONS[name]}.")

@@ -25,7 +25,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 0.5},  # its scores are small
     # All experts for every token: a selection would depend on rounding.
     "gpt-oss": {"num_experts_per_tok": 4},
-    "deepseek-v3": {"num_experts_per_tok": 4, "topk_group": 2, "head_dim": None},
+    "deepseek-v3": {"num_experts_per_tok": 4, "topk_group": 2, "head_dim": None, "kv_lora_rank": 128},
 }
 WITHOUT_SDPA = ("gemma2", "gpt-oss")  # soft cap, sinks
 
@@ -95,8 +95,8 @@ def test_decode_steps_in_graphs(llama: Any, is_async: bool, monkeypatch: pytest.
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in MODELS), ("llama", torch.float16)])
 def test_logits(name: str, is_paged: bool, dtype: torch.dtype) -> None:
     """Logits of given tokens, first as a padded batch and then one by one."""
-    if is_paged and name == "deepseek-v3":
-        pytest.skip("its cache holds latents")
+    if is_paged and name == "deepseek-v3" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels of latent rows are Hopper's")
     model = make_model(name, **SIZES | OWN.get(name, {})).to(DEVICE)
     exact = forced_logits(model, "eager", DynamicCache()) if name in WITHOUT_SDPA else None
     model = model.to(dtype)

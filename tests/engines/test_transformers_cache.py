@@ -240,8 +240,3 @@ def test_another_attention_is_reported(eager: Any) -> None:
 def test_encoders_with_decoders_are_reported() -> None:
     with pytest.raises(RunError, match="bart has layers that attend to an encoder"):
         hf.PagedCache(transformers.BartConfig())
-
-
-def test_latents_are_reported() -> None:
-    with pytest.raises(RunError, match="deepseek_v3 caches latents"):
-        hf.PagedCache(make_model("deepseek-v3").config)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 NEW_TOKENS = 24
 LENGTHS = [13, 5, 21, 8]
-PAGED = [name for name in MODELS if name != "deepseek-v3"]  # deepseek-v3 caches latents
+BATCHED = [name for name in MODELS if name != "deepseek-v3"]  # transformers' own pages hold no latents
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +49,7 @@ def test_transformers_own_cache(name: str, expected: Any) -> None:
     assert torch.equal(greedy(model, left_padded(LENGTHS), NEW_TOKENS), tokens)
 
 
-@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_paged_cache(name: str, page_size: int, expected: Any) -> None:
     model, tokens = expected[name]
@@ -59,7 +59,7 @@ def test_paged_cache(name: str, page_size: int, expected: Any) -> None:
     assert cache.table.lengths.tolist() == [length + NEW_TOKENS - 1 for length in LENGTHS]
 
 
-@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("name", BATCHED)
 def test_continuous_batching(name: str, expected: Any) -> None:
     """More requests than fit at once, prefilled in pieces of at most 16 tokens."""
     model, tokens = expected[name]

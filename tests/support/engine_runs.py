@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
+from flashpage.demo.latent_model import LatentConfig, LatentModel
 from flashpage.demo.model import Config, Llama
 from flashpage.demo.reference import causal_attention, check_tokens
 from flashpage.engine import Engine, Request
 
 SMALL = Config(vocabulary=512, hidden=128, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=64, intermediate=256)
+LATENT = LatentConfig(vocabulary=512, hidden=128, num_layers=2, num_q_heads=4, intermediate=256)
 
 
-def small_model(device: str, seed: int = 0) -> Llama:
+def small_model(device: str, seed: int = 0, config: Config = SMALL) -> Llama:
     """fp32 on the CPU, where tokens are exact; fp16 on a card."""
-    return Llama(SMALL, torch.device(device), torch.float32 if device == "cpu" else torch.float16, seed)
+    kind = LatentModel if isinstance(config, LatentConfig) else Llama
+    return kind(config, torch.device(device), torch.float32 if device == "cpu" else torch.float16, seed)
 
 
 def prompts(lens: Sequence[int], seed: int = 0, shared: int = 0) -> list[list[int]]:
@@ -32,7 +36,8 @@ def alone(model: Llama, prompt: list[int], new_tokens: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(new_tokens):
         numbers = torch.tensor(tokens, device=model.device)
-        hidden = model.forward(numbers, torch.arange(len(tokens), device=model.device), causal_attention)
+        attend = functools.partial(causal_attention, scale=model.config.sm_scale)
+        hidden = model.forward(numbers, torch.arange(len(tokens), device=model.device), attend)
         tokens.append(int(model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
 

@@ -78,6 +78,27 @@ def write_gemma2(folder: Path) -> Path:
     return folder
 
 
+def write_deepseek(folder: Path) -> Path:
+    """DeepSeek-V3 with latent rows of the usual 512 + 64 columns, and without experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512}
+    dims = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2048,
+        initializer_range=0.15,  # so that greedy tokens differ from one another
+        tie_word_embeddings=False,
+        **heads,
+        **dims,
+        **sizes,
+    )
+    DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def _drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Random weights, large enough for attention to decide the next token; norms are 1."""
     if len(shape) == 1:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import vllm_latent
 from vllm.config import CUDAGraphMode
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
@@ -174,3 +175,4 @@ if __name__ == "__main__":
     check_builder()
     check_ranks()
     check_another_block_table()
+    vllm_latent.check()

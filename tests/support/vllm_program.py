@@ -26,7 +26,8 @@ OPTIONS: dict[str, Any] = {
 
 def attention_modules(worker: Any) -> list[str]:
     layers = worker.model_runner.compilation_config.static_forward_context.values()
-    return sorted({type(layer.impl).__module__ for layer in layers})
+    parts = [(layer.impl, getattr(layer, "prefill_backend", None)) for layer in layers]
+    return sorted({type(part).__module__ for both in parts for part in both if part is not None})
 
 
 def main(job_path: str, out_path: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from ...base.errors import FlashpageError
 from ...kernels import choose, devices
 from ...kernels.work import Problem
-from ...wrappers.plan_arguments import DecodeArguments, PrefillArguments
+from ...wrappers.plan_arguments import Arguments, DecodeArguments, LatentArguments, PrefillArguments
 
 
 def refusal(
@@ -20,14 +20,28 @@ def refusal(
     Args:
         capability: None for the CPU.
     """
-    card = devices.CPU if capability is None else _card_of(*capability)
-    if card is None:
-        return None  # a card that no row names; the kernels are compiled for it, and its driver's numbers decide
     types: dict[str, Any] = {"q_data_type": q_dtype, "kv_data_type": kv_dtype}
     decode = DecodeArguments(1, 1, head_dim, page_size, **types)
     prefill = PrefillArguments("paged", 1, 1, head_dim, page_size, causal=True, **types)
+    return _reason(capability, (decode, 1), (prefill, choose.MANY_ROWS))
+
+
+def latent_refusal(
+    columns: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, capability: tuple[int, int] | None
+) -> str | None:
+    """The reason why no kernel of such cards reads latent rows (MLA) of so many columns; None: one does."""
+    ckv = 512 if columns >= 512 else 256  # models have these, and at most 64 columns more
+    types: dict[str, Any] = {"q_data_type": q_dtype, "kv_data_type": kv_dtype}
+    return _reason(capability, (LatentArguments(16, ckv, columns - ckv, page_size, sm_scale=1.0, **types), 1))
+
+
+def _reason(capability: tuple[int, int] | None, *plans: tuple[Arguments, int]) -> str | None:
+    """The kernels' reason to refuse one of the plans, each with its rows of a request."""
+    card = devices.CPU if capability is None else _card_of(*capability)
+    if card is None:
+        return None  # a card that no row names; the kernels are compiled for it, and its driver's numbers decide
     try:
-        for arguments, rows in ((decode, 1), (prefill, choose.MANY_ROWS)):
+        for arguments, rows in plans:
             options, _ = arguments.checked()
             choose.choose_for_card(Problem(options, rows), card)
     except FlashpageError as error:

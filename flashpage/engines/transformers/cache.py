@@ -5,22 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from ...base.errors import RunError
-from ...wrappers.append import append_paged_kv_cache
-from .call import Layer
+from . import latents
+from .cache_layer import PagedLayer
 from .history import History
-from .masks import bits
 from .pages import PageTable
 from .step import Step
-
-_TAG = "_flashpage_layer"  # attribute of the keys that a layer's update returns; the attention function gets them
-
-
-def layer_of(key: torch.Tensor) -> PagedLayer | None:
-    """The PagedCache layer that these keys come from, or None."""
-    return getattr(key, _TAG, None)
 
 
 class PagedCache(Cache):
@@ -38,18 +30,17 @@ class PagedCache(Cache):
         if config.is_encoder_decoder:
             raise RunError(f"{config.model_type} has layers that attend to an encoder: pass no past_key_values.")
         config = config.get_text_config(decoder=True)
-        if getattr(config, "kv_lora_rank", None) is not None:
-            raise RunError(
-                f"{config.model_type} caches latents, which its layers expand. "
-                "Pass no past_key_values: attention then reads the expanded keys and values."
-            )
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if others:
             raise RunError(f"{config.model_type} has layers of {', '.join(sorted(others))}: pass no past_key_values.")
         self.table = PageTable(page_size, num_pages)
         self.history = History()
         self.step: Step | None = None
-        super().__init__(layers=[PagedLayer(self) for _ in range(config.num_hidden_layers)])
+        kind = PagedLayer
+        if getattr(config, "kv_lora_rank", None) is not None:
+            latents.prepare(config)
+            kind = latents.LatentLayer
+        super().__init__(layers=[kind(self) for _ in range(config.num_hidden_layers)])
 
     def begin(self, length: int, batch: int, mask: torch.Tensor | None) -> Step:
         """The step after which each row of the cache has `length` tokens, padding included."""
@@ -97,76 +88,3 @@ class PagedCache(Cache):
     def batch_size(self) -> int:
         """Rows of the batch; -1 before the first one."""
         return self.table.batch if self.history.length else -1
-
-
-class PagedLayer(CacheLayerMixin):
-    """One layer's pages, keys [num_pages, page_size, num_kv_heads, head_dim] and values."""
-
-    is_sliding = False
-    is_croppable = True
-    is_compileable = False
-    supports_early_init = False
-
-    def __init__(self, cache: PagedCache) -> None:
-        super().__init__()
-        self.cache = cache
-        self.length = 0  # tokens in a row, padding included
-        self.is_pending = False  # update returned tokens that no attention has stored yet
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        page_size = self.cache.table.page_size
-        self.keys, self.values = (
-            torch.empty(0, page_size, t.shape[1], t.shape[3], dtype=t.dtype, device=t.device)
-            for t in (key_states, value_states)
-        )
-        self.is_initialized = True
-
-    @torch.compiler.disable
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes [batch, heads, tokens, dim], and returns the new tokens, which the attention function stores."""
-        if self.is_pending:
-            raise RunError(
-                "keys of a PagedCache did not reach flashpage's attention. "
-                "Call flashpage.hf.register() and model.set_attn_implementation(flashpage.hf.NAME)."
-            )
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.length += key_states.shape[2]
-        self.is_pending = True
-        key_states = key_states.view(key_states.shape)  # a new tensor object that carries the tag
-        setattr(key_states, _TAG, self)
-        return key_states, value_states
-
-    def attend(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Stores the new tokens and attends to all; returns [batch, q_length, num_q_heads, head_dim_vo]."""
-        batch, q_length = query.shape[0], query.shape[2]
-        step = self.cache.begin(self.length, batch, layer.mask)
-        self.is_pending = False
-        self._fit(self.cache.table.num_pages)
-        for source, target in step.copies:
-            self.keys[target], self.values[target] = self.keys[source], self.values[source]
-        if step.rows.places is None or step.rows.places.numel():
-            pages = (self.keys, self.values)
-            append_paged_kv_cache(step.rows.pack(key), step.rows.pack(value), *step.places, pages, *step.page_lists)
-        mask = bits(layer.mask, batch, q_length, self.length)
-        return step.run(layer, query, (self.keys, self.values), mask)
-
-    def _fit(self, num_pages: int) -> None:
-        """Grows the layer's memory to the number of pages in the table."""
-        old = self.keys.shape[0]
-        if old < num_pages:
-            grown = [t.new_empty(num_pages, *t.shape[1:]) for t in (self.keys, self.values)]
-            for new, t in zip(grown, (self.keys, self.values), strict=True):
-                new[:old] = t
-            self.keys, self.values = grown
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1

@@ -8,7 +8,7 @@ import torch
 
 from ...base.errors import RunError
 from . import batching, ragged
-from .cache import layer_of
+from .cache_layer import layer_of
 from .call import judge
 
 

@@ -35,10 +35,16 @@ EXPECTED: list[tuple[str, str, str]] = [
     # Arguments that are accepted and not used, and last entries of tables that are not in use.
     ("flash_attn_varlen_func.*.max_seqlen_[qk].none", "clean", ""),
     ("trtllm_batch_*.max_*.none", "clean", ""),
+    ("xqa_batch_*.max_*.none", "clean", ""),
+    ("*_mla.*.qk_nope_head_dim.none", "clean", ""),
     ("trtllm_batch_*.cum_seq_lens_kv.none", "clean", ""),
     ("trtllm_batch_*.workspace_buffer.none", "clean", ""),
+    ("xqa_batch_*.workspace_buffer.none", "clean", ""),
     ("flash_attn_with_kvcache.*.block_table.range-2^30", "clean", ""),
     ("trtllm_batch_*.block_tables.range-2^30", "clean", ""),
+    ("xqa_batch_*.block_tables.range-2^30", "clean", ""),
+    ("flash_mla_*.block_table.range-2^30", "clean", ""),
+    ("flash_mla_sparse_fwd*.indices.range-*", "clean", ""),  # numbers outside of the cache are none
     # Arithmetic on tensors, from which plans are made: what they hold is judged there.
     ("ContextLayout*.storage-gone", "error", ""),
     ("ContextLayout*", "any", ""),

@@ -459,6 +459,15 @@ _kind(FLAG, "use_sinks return_lse_base_on_e")
 _kind(MODE[:-1], "kv_row_format")
 _kind(LENGTHS, "topk_length")
 _kind((Badness("number", "error", constant(3)), Badness("list", "error", constant([1]))), "metadata")
+_kind(_KINDS["metadata"], "tile_scheduler_metadata")
+_kind(COUNT, "kv_lora_rank head_dim_v d_v")
+_kind(REFUSED, "indexer_topk")
+_kind(DATA, "kv")
+_kind(NOT_NEGATIVE, "qk_rope_head_dim")
+_kind((), "qk_nope_head_dim is_var_seq cute_dsl_impl kv_scale_format")
+_kind(REFUSED, "sparse_mla_top_k sparse_mla_top_k_lens enable_dcp is_fp8_kvcache attn_sink extra_k_cache")
+_kind(REFUSED, "extra_indices_in_kvcache extra_topk_length")
+_kind(REFUSED_WORD, "return_lse_base")
 
 # Arguments that have another kind in one step than elsewhere.
 _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
@@ -480,6 +489,7 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
         ("BatchMLAPagedAttentionWrapper", name): TOLD_LATER
         for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
     },
+    ("TokenPool", "v_head_dim"): tuple(badness for badness in COUNT if badness.name != "none"),
     ("merge_over_group", "out"): DATA,
     ("merge_over_group", "lse"): DATA,
     ("append_paged_kv_cache", "kv_last_page_len"): LENGTHS,
@@ -492,9 +502,14 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("is_float8", "x"): ANYTHING,
     ("batch_sizes_to_capture", "max_batch"): COUNT,
     ("trtllm_batch_decode_with_kv_cache", "mask"): REFUSED,
+    ("flash_mla_with_kvcache", "indices"): REFUSED,
+    ("flash_mla_with_kvcache", "num_splits"): REFUSED,
+    ("flash_mla_sparse_fwd", "indices"): LISTS,
+    ("flash_mla_with_kvcache", "topk_length"): REFUSED,
     **{
-        (f"trtllm_batch_{step}_with_kv_cache", name): ()
-        for step in ("decode", "context")
+        (f"{step}_with_kv_cache{rows}", name): ()
+        for step in ("trtllm_batch_decode", "trtllm_batch_context", "xqa_batch_decode")
+        for rows in ("", "_mla")
         for name in ("workspace_buffer", "max_seq_len")
     },
 }
@@ -516,5 +531,9 @@ OTHER_WORDS = {
     "bmm2_scale": "v_scale",
     "query": "q|q_data_type",
     "paged_kv_cache": r"K|V|k|v|kv_data_type|num_kv_heads",
+    "kv_lora_rank": r"q|head_dim",
+    "qk_rope_head_dim": r"q|head_dim",
+    "head_dim_v": r"head_dim",
+    "d_v": r"head_dim",
     "kv_cache": r"paged_kv_cache|K|V|k|v|kv_data_type",
 }

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from flashpage.flash_mla import get_mla_metadata
+
 PAGES, PAGE, HEADS, KV_HEADS, DIM = 8, 16, 4, 2, 64
 
 Arguments = dict[str, Any]
@@ -548,7 +550,32 @@ def _calls() -> list[Scene]:
     slopes = lambda make: {"alibi_slopes": make.floats(HEADS)}
     layout = lambda make: {"kv_layout": "NHD"}
     decode = lambda make: paged(2, make) | {"max_seq_len": 19} | layout(make)
+    lists = lambda make: {"block_tables": make.ints(5, 2, 7, 0).view(2, 2), "seq_lens": make.ints(19, 16)}
+
+    def latent(make: Make) -> Arguments:
+        given = {"query": make.data(2, 1, 16, 576), "kv_cache": make.data(PAGES, PAGE, 576)}
+        sizes = {"qk_nope_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_seq_len": 19}
+        return given | {"workspace_buffer": make.workspace()} | sizes | lists(make)
+
+    def latent_extras(make: Make) -> Arguments:
+        scales = {"bmm1_scale": 0.1, "bmm2_scale": 1.0, "sinks": make.floats(16)}
+        return {"out": make.empty(2, 1, 16, 512)} | scales
+
+    latent_lse = lambda make: latent_extras(make) | {"lse": make.empty(2, 16, dtype=torch.float32)}
+
+    def flash_mla(make: Make) -> Arguments:
+        given = {"q": make.data(2, 1, 16, 576), "k_cache": make.data(PAGES, PAGE, 1, 576), "head_dim_v": 512}
+        return given | of_pages(make) | {"tile_scheduler_metadata": get_mla_metadata()[0]}
+
+    def sparse(make: Make) -> Arguments:
+        given = {"q": make.data(2, 16, 576), "kv": make.data(40, 1, 576), "sm_scale": 0.1}
+        return given | {"indices": make.ints(5, 2, 7, 0, 1, 39).view(2, 1, 3)}
+
     found = [
+        _function("decode:trtllm_batch_decode_with_kv_cache_mla", latent, latent_lse),
+        _function("mla:xqa_batch_decode_with_kv_cache_mla", latent, latent_extras),
+        _function("flash_mla:flash_mla_with_kvcache", flash_mla),
+        _function("flash_mla:flash_mla_sparse_fwd", sparse, lambda make: {"topk_length": make.ints(3, 3)}),
         _function("decode:trtllm_batch_decode_with_kv_cache", decode, extras(2)),
         _function("prefill:trtllm_batch_context_with_kv_cache", lambda make: context(make) | layout(make), extras(5)),
         _function("flash_attn:flash_attn_varlen_func", varlen, slopes),

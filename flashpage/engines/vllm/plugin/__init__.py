@@ -1,10 +1,13 @@
 """flashpage as vLLM's attention: `register` is an entry point of the group `vllm.general_plugins`.
 
 `vllm serve MODEL --attention-backend CUSTOM` chooses it. With FLASHPAGE_VLLM=on it also takes the places of FLASH_ATTN
-and FLASHINFER, which vLLM chooses by itself, and of CPU_ATTN on the CPU.
+and FLASHINFER, which vLLM chooses by itself, and of CPU_ATTN on the CPU; for latent rows (MLA) those of FLASH_ATTN_MLA,
+FLASHMLA and CPU_MLA.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from ....base import env
 
@@ -13,6 +16,13 @@ _CLASSES = {
     "FLASHINFER": "InPlaceOfFlashInfer",
     "CPU_ATTN": "InPlaceOfCpuAttn",
 }
+_LATENT_CLASSES = {
+    "FLASH_ATTN_MLA": "InPlaceOfFlashAttnMLA",
+    "FLASHMLA": "InPlaceOfFlashMLA",
+    "CPU_MLA": "InPlaceOfCpuMLA",
+    "AMX_MLA": "InPlaceOfCpuMLA",
+}
+_PREFILLS = {"FLASH_ATTN": "FlashpagePrefill", "CPU": "FlashpagePrefillOnCpu"}
 
 
 def register() -> None:
@@ -24,3 +34,20 @@ def register() -> None:
     if env.is_on("FLASHPAGE_VLLM"):
         for name, own in _CLASSES.items():
             register_backend(AttentionBackendEnum[name], f"{module}.{own}")
+    _register_latent(AttentionBackendEnum, register_backend)
+
+
+def _register_latent(backends: Any, register_backend: Any) -> None:
+    """The backends for layers with latent rows (MLA), in releases that have the places."""
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
+
+    prefill = f"{__name__}.latent_prefill"
+    register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, f"{prefill}.FlashpagePrefill")
+    if not env.is_on("FLASHPAGE_VLLM"):
+        return
+    for name, own in _LATENT_CLASSES.items():
+        if name in backends.__members__:
+            register_backend(backends[name], f"{__name__}.latent.{own}")
+    for name, own in _PREFILLS.items():
+        if name in MLAPrefillBackendEnum.__members__:
+            register_mla_prefill_backend(MLAPrefillBackendEnum[name], f"{prefill}.{own}")

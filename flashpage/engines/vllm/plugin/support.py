@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...plugin.refusal import latent_refusal as latent_refusal_of
 from ...plugin.refusal import refusal as refusal_of
 from .. import cache_layout
 from .cache import element_type
@@ -27,5 +28,18 @@ def refusal(head_dim: int, dtype: torch.dtype, kv_cache_dtype: str, page_size: i
     kv_dtype = element_type(kv_cache_dtype, dtype)
     if kv_dtype is None:
         return f"flashpage reads no KV cache of {kv_cache_dtype}"
-    card = None if capability is None else (capability.major, capability.minor)
-    return refusal_of(head_dim, dtype, kv_dtype, page_size, card)
+    return refusal_of(head_dim, dtype, kv_dtype, page_size, _numbers(capability))
+
+
+def latent_refusal(
+    columns: int, dtype: torch.dtype, kv_cache_dtype: str, page_size: int, capability: Any
+) -> str | None:
+    """The reason why no kernel of such cards reads latent rows of so many columns; None: one does."""
+    kv_dtype = element_type(kv_cache_dtype, dtype)
+    if kv_dtype is None:
+        return f"flashpage reads no KV cache of {kv_cache_dtype}"
+    return latent_refusal_of(columns, dtype, kv_dtype, page_size, _numbers(capability))
+
+
+def _numbers(capability: Any) -> tuple[int, int] | None:
+    return None if capability is None else (capability.major, capability.minor)

@@ -1,0 +1,1 @@
+"""FlashMLA: its functions for inference."""

@@ -1,0 +1,119 @@
+"""FlashMLA's sparse attention: each row of q lists the tokens that it reads, of one cache or of two."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...base import checks
+from ...base.errors import RunError
+from ...plan.lengths import Lengths
+from ...plan.page_indices import NO_PAGES
+from ...run.checks import NO_SCALES, Tensors
+from ...wrappers.function_plans import Tables, plan_of
+from ...wrappers.latent_sparse import SELECTED, SelectedAttention, check_slots
+from ...wrappers.lse_mode import LN_2
+from ...wrappers.merge import merge_state
+from ...wrappers.plan_arguments import LatentArguments
+
+_FORMATS = {656: "deepseek_v32", 584: "deepseek_v4"}  # by the bytes of a row
+
+
+class Lists(NamedTuple):
+    """The tokens that rows of q read in one cache."""
+
+    cache: torch.Tensor  # [pages, page_size, columns or bytes]
+    indices: torch.Tensor  # [rows, topk] int32: page * page_size + token of the page; -1: none
+    lengths: torch.Tensor | None  # [rows] int32, entries that are used; None: all
+
+
+class SparseCall(NamedTuple):
+    """The queries, and the options of the plan."""
+
+    query: torch.Tensor  # [rows, heads, columns]
+    head_dim_vo: Any
+    sm_scale: float
+    key: Hashable = None  # the step for which one plan is enough; None: every call plans
+
+    def state(self, lists: Lists) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the LSE, base 2, over one cache."""
+        attention, lens = self._planned(lists)
+        cache = lists.cache
+        if cache.is_cpu:
+            check_slots(lists.indices, lens, cache.shape[0] * cache.shape[1])
+        if _row_format(cache) is not None and cache.dtype in (torch.uint8, torch.int8):
+            cache = cache.view(torch.float8_e4m3fn)
+        tensors = Tensors(self.query, cache, None, None)
+        out, lse = attention.run_indices(tensors, lists.indices, True, NO_SCALES, None, None)
+        return out, lse
+
+    def _planned(self, lists: Lists) -> tuple[SelectedAttention, torch.Tensor]:
+        """The Attention with a plan for these lists, and their lengths."""
+        (rows, topk), ckv = lists.indices.shape, checks.whole("head_dim_ckv", self.head_dim_vo, 1, error=RunError)
+        row_format = _row_format(lists.cache)
+        arguments = LatentArguments(
+            num_heads=self.query.shape[1],
+            head_dim_ckv=ckv,
+            head_dim_kpe=self.query.shape[2] - ckv,
+            page_size=lists.cache.shape[1],
+            sm_scale=self.sm_scale,
+            q_data_type=self.query.dtype,
+            kv_data_type=None if row_format else lists.cache.dtype,
+            kv_row_format=row_format,
+            is_selected=True,
+        )
+        plan = plan_of(self.query.device, "NHD", arguments, SELECTED)
+        lens = lists.lengths
+        if lens is None:
+            lens = torch.full((rows,), topk, dtype=torch.int32, device=lists.indices.device)
+        key = None if self.key is None or lists.lengths is not None else (self.key, rows, topk)
+        if lens.is_cpu:
+            starts = torch.arange(rows + 1, device="cpu") * topk
+            found = plan.on_host(key, lambda: (Lengths(None, starts, None, lens), NO_PAGES))
+        else:
+            found = plan.on_device(Tables(lens, lists.indices), key)
+        assert isinstance(found, SelectedAttention)
+        return found, lens
+
+
+def attend(call: SparseCall, lists: list[Lists], attn_sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [rows, heads, head_dim_vo] and LSE [rows, heads], base e and without the sink, over all lists."""
+    out, lse = call.state(lists[0])
+    for others in lists[1:]:
+        out, lse = merge_state(out, lse, *call.state(others))
+    lse = lse * LN_2
+    if attn_sink is not None:
+        sink = checks.tensor(attn_sink, "attn_sink", RunError)
+        if sink.shape != lse.shape[1:] or sink.dtype != torch.float32:
+            raise RunError(
+                f"attn_sink has shape {tuple(sink.shape)} and dtype {sink.dtype}: "
+                f"pass float32 of {tuple(lse.shape[1:])}."
+            )
+        out = (out * (lse - sink).sigmoid().nan_to_num(0.0).unsqueeze(-1)).to(out.dtype)
+    return out, lse
+
+
+def lists_of(cache: Any, indices: Any, lengths: Any, rows: tuple[int, ...], names: tuple[str, str, str]) -> Lists:
+    """Checks one cache's lists: indices [*rows, topk], lengths [rows[0]]; names: of the three tensors."""
+    cache, indices = checks.tensor(cache, names[0], RunError), checks.tensor(indices, names[1], RunError)
+    if indices.dim() != len(rows) + 1 or indices.shape[:-1] != rows or indices.dtype != torch.int32:
+        raise RunError(
+            f"{names[1]} has shape {tuple(indices.shape)} and dtype {indices.dtype}: "
+            f"pass int32 of {(*rows, 'topk')}, as q has such rows."
+        )
+    if lengths is not None:
+        lengths = checks.tensor(lengths, names[2], RunError)
+        if lengths.shape != rows[:1] or lengths.dtype != torch.int32 or lengths.device != indices.device:
+            raise RunError(
+                f"{names[2]} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}: pass int32 of {rows[:1]}, on "
+                "the device of the lists."
+            )
+        lengths = lengths.repeat_interleave(indices[0].numel() // max(1, indices.shape[-1]))
+    return Lists(cache, indices.reshape(-1, indices.shape[-1]).contiguous(), lengths)
+
+
+def _row_format(cache: torch.Tensor) -> str | None:
+    """The format of rows of bytes that hold their scales; None: rows of elements."""
+    return _FORMATS.get(cache.shape[-1]) if cache.element_size() == 1 else None

@@ -1,0 +1,244 @@
+"""flashpage for vLLM's layers with latent rows (MLA), on vLLM's MLACommon classes: decode here, prompts in
+latent_prefill.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+
+from ....kernels.options import Options, RunOptions
+from ....wrappers.append import append_paged_mla_kv_cache
+from ....wrappers.plan_arguments import LatentArguments
+from ...plugin.group_plans import GroupPlans, Use, Workspaces
+from ...plugin.layers import LayerKind, LayerOptions
+from ...plugin.parts import LayerTensors
+from . import support
+from .builder import FlashpageBuilder
+from .planner import GroupPlanner
+from .step import Step
+
+_NO_SCALES = (None, None, None)
+
+
+class LatentPlans(GroupPlans):
+    """The attention objects of a group of layers over latent rows, all of them with `ckv` columns of V."""
+
+    ckv = 0
+
+    def _checked(self, use: Use, kind: LayerKind, is_causal: bool) -> tuple[Options, RunOptions]:
+        sizes, values = self.sizes, next(layer.values for layer in self.layers if layer.kind == kind)[is_causal]
+        return LatentArguments(
+            num_heads=kind.num_heads,
+            head_dim_ckv=self.ckv,
+            head_dim_kpe=kind.head_dim - self.ckv,
+            page_size=sizes.page_size,
+            sm_scale=values.sm_scale,
+            causal=is_causal and not use.is_decode,
+            q_data_type=sizes.q_dtype,
+            kv_data_type=sizes.kv_dtype,
+            fixed_split_size=max(1, sizes.split_tokens // sizes.page_size) if sizes.split_tokens else None,
+            q_len_per_req=1 if use.is_decode else 0,
+        ).checked()
+
+
+@dataclasses.dataclass
+class LatentDecodeMetadata(MLACommonDecodeMetadata):
+    """The decodes of a step, and their plans."""
+
+    step: Step
+
+
+class FlashpageMLABuilder(MLACommonMetadataBuilder):
+    """Makes the plans of one group of layers."""
+
+    query_len_support: ClassVar[Any] = QueryLenSupport.VARLEN
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        layers = vllm_config.compilation_config.static_forward_context
+        self._impls = [layers[name].impl for name in layer_names]
+        sizes = FlashpageBuilder._sizes(self)._replace(has_exact_lengths=False, has_rotation=False)
+        plans = LatentPlans([impl.options for impl in self._impls], sizes, device, Workspaces.of(vllm_config))
+        plans.ckv = self._impls[0].kv_lora_rank
+        self._planner = GroupPlanner(plans)
+        self._planner.prebuild()
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+        max_query_len: int | None = None,
+    ) -> LatentDecodeMetadata:
+        if max_query_len is None:  # vLLM 0.26
+            max_query_len = int(query_start_loc_cpu.diff().max())
+        decodes = SimpleNamespace(
+            num_reqs=len(seq_lens_device),
+            num_actual_tokens=num_decode_tokens,
+            max_query_len=max_query_len,
+            causal=True,
+            seq_lens=seq_lens_device,
+            block_table_tensor=block_table_tensor,
+            query_start_loc=query_start_loc_device,
+            query_start_loc_cpu=query_start_loc_cpu,
+            slot_mapping=None,
+        )
+        step = self._planner.plan(decodes)
+        return LatentDecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, step)
+
+
+class FlashpageMLAImpl(MLACommonImpl):
+    """Runs a layer's decodes by the step's plans; MLACommonImpl expands prompts and calls the prefill backend."""
+
+    can_return_lse_for_decode = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **latent: Any,
+    ) -> None:
+        given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype)
+        super().__init__(*given, logits_soft_cap, attn_type, kv_sharing_target_layer_name, **latent)
+        if alibi_slopes or sliding_window or logits_soft_cap or attn_type != AttentionType.DECODER:
+            raise NotImplementedError(
+                "flashpage has no ALiBi, windows, soft caps or encoders over latent rows. "
+                "Choose another attention backend."
+            )
+        if self.dcp_world_size > 1:
+            raise NotImplementedError(
+                "flashpage has no decode context parallelism over latent rows: "
+                "choose another attention backend, or --decode-context-parallel-size 1."
+            )
+        self.supports_quant_query_input = False
+        self.options = LayerOptions((num_heads, 1, head_size), scale)
+
+    def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
+        """Absorbed queries [rows, heads, columns] (or their two parts) over the cache [blocks, page, columns]."""
+        q = torch.cat(q, -1) if isinstance(q, tuple) else q
+        out = q.new_empty(*q.shape[:2], self.kv_lora_rank)
+        cache: Any = kv_c_and_k_pe_cache  # one tensor, as K and V are one row
+        tensors = LayerTensors(q, None, None, cache, out, _NO_SCALES, None)
+        for part in attn_metadata.decode.step.parts:
+            part.run(self.options, tensors)
+        return out, None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Writes the step's rows; cards have vLLM's own kernel."""
+        if not kv_cache.is_cpu:
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+        elif kv_cache.numel():
+            _write(kv_c_normed, k_pe.flatten(1), kv_cache, slot_mapping.flatten())
+
+
+def _write(latents: torch.Tensor, rotated: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Writes rows to slots of the CPU's cache; slots of -1 are padding."""
+    ckv, count, blocks = latents.shape[1], len(slots), cache.shape[0]
+    places = torch.where(slots >= 0, 0, -1).int(), slots.int()
+    every_page = torch.arange(blocks, dtype=torch.int32), torch.tensor([0, blocks], dtype=torch.int32)
+    last_page_len = torch.tensor([cache.shape[1]], dtype=torch.int32)
+    caches = cache[..., :ckv], cache[..., ckv:]
+    append_paged_mla_kv_cache(latents[:count], rotated[:count], *places, *caches, *every_page, last_page_len)
+
+
+class FlashpageMLABackend(MLACommonBackend):
+    """flashpage in the places of the classes below."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        return FlashpageMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return FlashpageMLABuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """The reason why no kernel serves such layers; the kernels themselves give it."""
+        if not cls.supports_dtype(dtype) or not use_mla:
+            return None  # vLLM has found a reason itself
+        return support.latent_refusal(head_size, dtype, kv_cache_dtype or "auto", block_size or 64, device_capability)
+
+
+class InPlaceOfFlashAttnMLA(FlashpageMLABackend):
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN_MLA"
+
+
+class InPlaceOfFlashMLA(FlashpageMLABackend):
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHMLA"
+
+
+class InPlaceOfCpuMLA(FlashpageMLABackend):
+    """flashpage on the CPU, which has float32 too."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_MLA"
