@@ -66,8 +66,9 @@ SLOW = {
     *("api/test_api_attention", "api/test_api_sparse", "api/test_cascade", "api/test_ops"),
     *("card/test_card_check", "engines/test_transformers_cache", "engines/test_transformers_masks"),
     *("engines/test_transformers_tokens", "engines/test_vllm_ops", "host/test_host_build"),
+    *("host/test_host_packaging", "host/test_host_threads", "jit/test_aot", "jit/test_cache"),
+    *("jit/test_compile_failures", "jit/test_jit", "kernels/test_latent_kernel", "project/test_examples"),
     *("engines/test_transformers_latents", "serving/test_latent_engine"),
-    *("host/test_host_threads", "jit/test_aot", "jit/test_cache", "jit/test_compile_failures", "jit/test_jit"),
     *("jit/test_kernel_key", "jit/test_trust", "kernels/test_a_new_kernel", "kernels/test_function_tiles"),
     *("kernels/test_prefill_kernel", "kernels/test_prefill_sass", "kernels/test_shared_memory", "net/test_bad_inputs"),
     *("net/test_faults", "net/test_faulty_disk", "net/test_fuzz", "net/test_soak", "planner/test_planner_properties"),
@@ -94,9 +95,31 @@ def _leave_out_most(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = kept
 
 
+def _deal_out_slow_files(items: list[pytest.Item], workers: int) -> None:
+    """Each worker process starts with an equal share of the items, in order: it begins with its slow files. A file is
+    not cut, because its tests share fixtures."""
+    quick: list[pytest.Item] = []
+    slow: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        name = f"{item.path.parent.name}/{item.path.stem}"
+        (slow[name] if name in SLOW else quick).append(item)
+    dealt: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for number, name in enumerate(slow):
+        dealt[number % workers] += slow[name]
+    num_items = len(items)
+    items.clear()
+    for worker, own in enumerate(dealt):
+        missing = max(0, num_items * (worker + 1) // workers - len(items) - len(own))
+        items += own + quick[:missing]
+        del quick[:missing]
+    items += quick
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("fast"):
         _leave_out_most(config, items)
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+        _deal_out_slow_files(items, workers)
     card = pytest.mark.skip(reason="no NVIDIA card")
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():

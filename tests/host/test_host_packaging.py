@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -57,7 +58,15 @@ def _without_torch(checkout: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_of_checkout(tmp_path_factory.mktemp("package") / "checkout")
+    """One copy for all worker processes of the session, with a wheel in the folder next to it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "package"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "checkout").exists():
+            build_quickly_enough(copy_of_checkout(folder / "checkout"), folder / "wheel")
+    return folder / "checkout"
 
 
 def fingerprint(checkout: Path) -> str:
@@ -66,16 +75,18 @@ def fingerprint(checkout: Path) -> str:
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.fixture(scope="module")
-def wheel(checkout: Path) -> Path:
-    folder = checkout.parent / "wheel"
+def build_quickly_enough(checkout: Path, folder: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = build_wheel(checkout, folder)
     assert result.returncode == 0, result.stdout + result.stderr
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert used < 60, "the limit is 30 s on two cores"
-    (found,) = folder.glob("*.whl")
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    (found,) = (checkout.parent / "wheel").glob("*.whl")
     return found
 
 
@@ -163,8 +174,8 @@ print(get_kernel(parse_spec(json.loads({json.dumps(spec.to_json())!r}))).target.
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_missing_compiler_is_named(checkout: Path) -> None:
-    shutil.rmtree(checkout / "build" / "host", ignore_errors=True)
+def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+    checkout = copy_of_checkout(tmp_path / "checkout")
     environment = os.environ | {"FLASHPAGE_CXX": "/nonexistent/g++"}
     command = [sys.executable, "setup.py", "-q", "build_host"]
     result = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)

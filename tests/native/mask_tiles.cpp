@@ -97,6 +97,7 @@ struct MaskTraits {
   using Variant = NoVariant;
   static constexpr int head_dim_qk = 64, head_dim_vo = 64, tile_q = 128, tile_kv = tokens;
   static constexpr int warps_q = 8, warps_kv = 1, warps_v = 1;
+  static constexpr KvSource kv_source = KvSource::paged;
   static constexpr MaskSource mask_source = MaskSource::packed_bits;
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
   static constexpr RowsLayout layout = RowsLayout::swizzled;

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 from jit_sandbox import Sandbox
 from native_build import shared_library
@@ -105,6 +105,5 @@ def test_every_call_for_a_file_of_a_compile_fails_once(tmp_path: Path, scenario:
         "BUILT": str(built),
         "FAILS": str(tmp_path / "fails"),
     }
-    command = [sys.executable, "-c", CODE, str(tmp_path), scenario]
-    result = subprocess.run(command, env=os.environ | sandbox.environment | own, capture_output=True, text=True)
+    result = programs.run(["-c", CODE, tmp_path, scenario], env=os.environ | sandbox.environment | own)
     assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr}"

@@ -18,7 +18,7 @@ CASES = [
         page_size=8,
         **{**BF16, "causal": False},
     ),
-    prefill("host-ragged", "no pages", (70, 33), (700, 40), entry="ragged", **BF16),
+    prefill("host-ragged", "no pages", (70, 33), (700, 40), entry="ragged", **{**BF16, "head_dim": 80}),
     prefill("host-window", "tiles that no row sees", (60,), (850,), window_left=150, **BF16),
     prefill("host-chunk", "chunks of a request", (150,), (430,), chunk=128, hidden_nan=True, **BF16),
     prefill("host-group-5", "units of 125 rows", (60, 25), (250, 25), window_left=50, **{**BF16, "num_q_heads": 10}),
@@ -54,8 +54,14 @@ CASES = [
     prefill("host-few-rows-dim-256", "and one Q", (2, 40, 1), (200, 40, 170), **{**BF16, "head_dim": 256}),
     prefill("host-whole-units", "output by boxes in a first and in a last unit", (64, 128, 64), (64, 200, 500), **BF16),
     prefill("host-whole-unit", "alone", (32,), (100,), **{**BF16, "num_q_heads": 4, "num_kv_heads": 1}),
-    prefill("host-whole-last", "output by boxes after a unit of few rows", (40, 64), (90, 64), entry="ragged", **BF16),
-    prefill("host-whole-dim-80", "half a box of columns", (64, 33), (100, 70), **{**BF16, "head_dim": 80}),
+    prefill(
+        "host-whole-ragged",
+        "output by boxes after a unit of few rows, half a box of columns",
+        (60, 96),
+        (90, 96),
+        entry="ragged",
+        **{**BF16, "head_dim": 80},
+    ),
     prefill(
         "host-whole-192-128",
         "output by boxes with one Q",
@@ -70,7 +76,7 @@ CASES = [
         (70, 96),
         (100, 96),
         page_size=1,
-        **{**BF16, "head_dim": 64},
+        **BF16,
     ),
     prefill("host-mask", "tiles of a custom mask", (70, 40), (500, 300), **MASK),
     prefill(
@@ -88,7 +94,6 @@ CASES = [
         window_left=20,
         **{**MASK, "mask_kind": "past"},
     ),
-    prefill("host-mask-page-1", "tiles of a custom mask, loaded row by row", (70,), (500,), page_size=1, **MASK),
     prefill(
         "host-cap",
         "soft cap by an exponential and a reciprocal",
@@ -104,7 +109,6 @@ CASES = [
     prefill(
         "host-alibi", "ALiBi with scales by head", (70, 33), (700, 40), position="ALIBI", scales="per_head", **BF16
     ),
-    prefill("host-alibi-cap", "ALiBi, then soft cap", (70,), (500,), position="ALIBI", soft_cap=5.0, **BF16),
 ]
 
 ROWS: dict[str, Any] = {**BF16, "page_size": 5}
@@ -115,19 +119,29 @@ CASES += [
     ),
     prefill("host-rows-empty", "rows that see nothing", (20, 20, 10), (0, 30, 0), **ROWS),
     prefill("host-rows-hnd", "heads apart", (40, 9), (200, 129), kv_layout="HND", **ROWS),
-    prefill("host-rows-dim-16", "two lanes for each row", (40,), (300,), **{**ROWS, "head_dim": 16}),
-    prefill("host-rows-dim-24", "four lanes for each row, one of them idle", (40,), (300,), **{**ROWS, "head_dim": 24}),
     prefill(
-        "host-rows-dim-80", "eight lanes for each row, two with two vectors", (40,), (300,), **{**ROWS, "head_dim": 80}
+        "host-rows-80-24",
+        "eight lanes for each row of K, two with two vectors; four for each row of V, one of them idle",
+        (40,),
+        (300,),
+        head_dim_vo=24,
+        **{**ROWS, "head_dim": 80},
     ),
-    prefill("host-rows-dim-256", "lanes that look up one row", (40,), (200,), **{**ROWS, "head_dim": 256}),
-    prefill("host-rows-192-128", "other rows", (40,), (250,), head_dim_vo=128, **{**ROWS, "head_dim": 192}),
-    prefill("host-rows-mask-dim-16", "lanes without rows", (40,), (300,), **{**MASK, "head_dim": 16, "page_size": 3}),
+    prefill(
+        "host-rows-192-256", "lanes that look up one row", (40,), (250,), head_dim_vo=256, **{**ROWS, "head_dim": 192}
+    ),
+    prefill(
+        "host-rows-mask-dim-16",
+        "two lanes for each row, lanes without rows",
+        (70,),
+        (500,),
+        **{**MASK, "head_dim": 16, "page_size": 3},
+    ),
 ]
 
 FUNCTION: dict[str, Any] = {**BF16, "causal": False, "variant": "documents"}
-HEADS: dict[str, Any] = {**FUNCTION, "variant": "head_windows"}
-NOTHING: dict[str, Any] = {**FUNCTION, "variant": "rows_that_see_nothing"}
+HEADS: dict[str, Any] = {**FUNCTION, "variant": "head_windows", "head_dim": 64}
+NOTHING: dict[str, Any] = {**FUNCTION, "variant": "rows_that_see_nothing", "head_dim": 192, "head_dim_vo": 128}
 CASES += [
     prefill("host-function", "a mask function's tiles of documents", (70, 40), (500, 300), **FUNCTION),
     prefill(
@@ -142,7 +156,6 @@ CASES += [
         hidden_nan=True,
         **FUNCTION,
     ),
-    prefill("host-function-page-1", "a mask function, loaded row by row", (70,), (500,), page_size=1, **FUNCTION),
     prefill("host-function-group-5", "units that cut a group", (60,), (250,), **{**FUNCTION, "num_q_heads": 10}),
     prefill("host-function-heads", "a mask function whose tiles depend on the head", (70, 33), (450, 33), **HEADS),
     prefill(
@@ -158,23 +171,16 @@ CASES += [
         (60,),
         (400,),
         page_size=1,
-        **{**HEADS, "causal": True},
+        **{**HEADS, "causal": True, "head_dim": 128},
     ),
     prefill("host-function-nothing", "a mask function whose units see nothing", (70, 30, 10), (400, 0, 200), **NOTHING),
     prefill("host-function-nothing-sinks", "rows that see only a sink", (90,), (400,), sinks=True, **NOTHING),
     prefill(
         "host-function-score",
-        "a mask and a score function",
-        (70,),
+        "a mask and a score function, tiles of few tokens",
+        (40,),
         (300,),
-        **{**FUNCTION, "variant": "blocks_and_gain"},
-    ),
-    prefill(
-        "host-function-dim-64", "a mask function over tiles for dim 64", (70,), (500,), **{**FUNCTION, "head_dim": 64}
-    ),
-    prefill("host-function-dim-256", "tiles of 48 tokens", (40,), (300,), **{**HEADS, "head_dim": 256}),
-    prefill(
-        "host-function-192-128", "tiles of 112 tokens", (40,), (400,), head_dim_vo=128, **{**FUNCTION, "head_dim": 192}
+        **{**FUNCTION, "variant": "blocks_and_gain", "head_dim": 256},
     ),
 ]
 
@@ -190,12 +196,15 @@ CASES += [
         **{**FP8, "causal": False},
     ),
     prefill("host-fp8-page-5", "loaded row by row, with a window", (60,), (450,), page_size=5, window_left=150, **FP8),
-    prefill("host-fp8-ragged", "no pages", (40,), (300,), entry="ragged", **FP8),
     prefill("host-fp8-group-5", "units of 128 rows, which cut a group", (60,), (250,), **{**FP8, "num_q_heads": 10}),
-    prefill("host-fp8-e5m2", "e5m2", (40, 10), (200, 0), **{**FP8, "kv_dtype": "float8_e5m2"}),
-    prefill("host-fp8-dim-256", "three blocks converted in advance", (40,), (200,), **{**FP8, "head_dim": 256}),
-    prefill("host-fp8-dim-72", "half a block of columns", (40,), (300,), **{**FP8, "head_dim": 72}),
-    prefill("host-fp8-queries", "other keys", (40,), (200,), **{**FP8, "q_dtype": "float8_e5m2"}),
+    prefill("host-fp8-ragged", "no pages", (40, 10), (300, 0), entry="ragged", **{**FP8, "kv_dtype": "float8_e5m2"}),
+    prefill(
+        "host-fp8-dim-256",
+        "three blocks converted in advance, other queries",
+        (40,),
+        (200,),
+        **{**FP8, "head_dim": 256, "q_dtype": "float8_e5m2"},
+    ),
     prefill("host-fp8-mask", "mask bits in every tile", (70,), (300,), **{**MASK, "kv_dtype": "float8_e4m3fn"}),
 ]
 
@@ -211,13 +220,20 @@ CASES += [
         **{**Q8, "causal": False},
     ),
     prefill("host-q8-page-64", "large boxes, scales by head", (70,), (300,), page_size=64, scales="per_head", **Q8),
-    prefill("host-q8-ragged", "ragged tokens, one scale", (70, 33), (700, 40), entry="ragged", scales="tensor", **Q8),
+    prefill(
+        "host-q8-ragged",
+        "ragged tokens, one scale, half a block of columns",
+        (70, 33),
+        (700, 40),
+        entry="ragged",
+        scales="tensor",
+        **{**Q8, "head_dim": 64},
+    ),
     prefill("host-q8-window", "tiles that no row sees", (60,), (850,), window_left=150, **Q8),
     prefill("host-q8-group-5", "units of 125 rows", (60,), (250,), **{**Q8, "num_q_heads": 10}),
     prefill("host-q8-sinks", "sinks that are a large part of the sum", (40,), (45,), sinks=True, **Q8),
     prefill("host-q8-signs", "scores are scaled before the softmax", (40,), (450,), scales="signs", **Q8),
     prefill("host-q8-empty", "rows that see nothing", (20, 20, 10), (0, 30, 0), **Q8),
-    prefill("host-q8-dim-64", "half a block of columns", (70,), (300,), **{**Q8, "head_dim": 64}),
     prefill("host-q8-dim-256", "tiles of 96", (40, 3), (200, 300), **{**Q8, "head_dim": 256}),
     prefill(
         "host-q8-192-128",
@@ -231,15 +247,25 @@ CASES += [
     prefill(
         "host-q8-few-rows", "fewer rows than one warpgroup takes", (1, 20, 3), (300, 30, 0), **{**Q8, "causal": False}
     ),
-    prefill("host-q8-page-5", "K and V become fp16 while they are loaded", (40,), (200,), page_size=5, **Q8),
+    prefill(
+        "host-q8-page-5", "K and V become fp16, half a block", (40,), (300,), page_size=5, **{**Q8, "head_dim": 72}
+    ),
 ]
 
 
 ROPE: dict[str, Any] = {**BF16, "position": "ROPE_LLAMA"}
-HALF_ROPE: dict[str, Any] = {**ROPE, "q_dtype": "float16"}
+HALF_ROPE: dict[str, Any] = {**ROPE, "q_dtype": "float16", "head_dim": 64}
 CASES += [
     prefill("host-rope", "K and Q are rotated in place", (70, 33, 0), (300, 33, 9), **ROPE),
-    prefill("host-rope-ragged", "other angles", (70, 33), (700, 40), entry="ragged", rope_theta=1e6, **ROPE),
+    prefill(
+        "host-rope-ragged",
+        "other angles, lanes without columns",
+        (70, 33),
+        (700, 40),
+        entry="ragged",
+        rope_theta=1e6,
+        **{**ROPE, "head_dim": 72},
+    ),
     prefill(
         "host-rope-page-8",
         "small boxes, and a request of one row",
@@ -260,28 +286,30 @@ CASES += [
     ),
     prefill("host-rope-cap", "and scores", (70,), (300,), **{**ROPE, "variant": "blocks_and_gain"}),
     prefill("host-rope-mask", "mask bits in every tile", (70,), (300,), **{**MASK, "position": "ROPE_LLAMA"}),
-    prefill("host-rope-dim-64", "four rows at a time", (70,), (500,), **{**HALF_ROPE, "head_dim": 64}),
-    prefill("host-rope-dim-72", "lanes without columns", (40,), (300,), **{**ROPE, "head_dim": 72}),
+    prefill("host-rope-dim-64", "four rows at a time", (70,), (500,), **HALF_ROPE),
     prefill("host-rope-dim-16", "eight rows", (40,), (300,), **{**ROPE, "head_dim": 16}),
     prefill("host-rope-dim-256", "room for one Q only", (40, 3, 20), (200, 30, 300), **{**HALF_ROPE, "head_dim": 256}),
     prefill("host-rope-192-128", "tiles of 96", (40, 9), (300, 100), head_dim_vo=128, **{**ROPE, "head_dim": 192}),
     prefill("host-rope-page-1", "tokens loaded row by row", (70, 33), (300, 33), page_size=1, **ROPE),
     prefill("host-rope-rows-group-5", "of q too", (60, 2, 9), (250, 30, 0), page_size=5, **{**ROPE, "num_q_heads": 10}),
-    prefill("host-rope-rows-dim-256", "more columns", (40,), (200,), page_size=12, **{**ROPE, "head_dim": 256}),
 ]
 
 # One warpgroup for each CTA, two CTAs on each SM.
 HALVES = [
     prefill("host-halves", "units of 16 rows of four heads", (70, 33, 0), (300, 33, 9), **BF16),
-    prefill("host-halves-ragged", "no pages", (70, 33), (500, 40), entry="ragged", **BF16),
+    prefill(
+        "host-halves-ragged",
+        "no pages, one block of columns",
+        (70, 33),
+        (500, 40),
+        entry="ragged",
+        **{**BF16, "head_dim": 64},
+    ),
     prefill("host-halves-page-8", "small boxes", (40, 1), (250, 100), page_size=8, **{**BF16, "causal": False}),
     prefill("host-halves-window", "both ends", (60,), (450,), window_left=90, **BF16),
     prefill("host-halves-group-5", "units of 60 rows", (40, 25), (150, 25), **{**BF16, "num_q_heads": 10}),
     prefill("host-halves-group-14", "q loaded row by row", (15,), (150,), **{**BF16, "num_q_heads": 28}),
     prefill("host-halves-sinks", "sinks, and rows that see nothing", (20, 20, 10), (200, 30, 0), sinks=True, **BF16),
-    prefill("host-halves-dim-64", "one block of columns", (70,), (300,), page_size=64, **{**BF16, "head_dim": 64}),
-    prefill("host-halves-dim-80", "half a box of columns", (64, 33), (100, 70), **{**BF16, "head_dim": 80}),
-    prefill("host-halves-192-128", "other values", (40,), (200,), head_dim_vo=128, **{**BF16, "head_dim": 192}),
     prefill(
         "host-halves-dim-192", "tiles of 48 tokens and room for one Q", (40, 9), (200, 64), **{**BF16, "head_dim": 192}
     ),
