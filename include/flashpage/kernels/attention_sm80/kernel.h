@@ -11,7 +11,7 @@ namespace flashpage {
 template <class Traits>
 using KvWarps = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
 template <class Traits>
-using WarpsAlong = typename select_type<is_latent<Traits::kv_source>, LatentRows<Traits>, KvWarps<Traits>>::type;
+using WarpsAlong = typename select_type<is_latent<Traits::kv_source>, LatentAttention<Traits>, KvWarps<Traits>>::type;
 
 // Places are in shared memory, because in registers they would displace accumulators. While one place is computed the
 // next one is written; the third is the one before, whose rows may not be written yet.

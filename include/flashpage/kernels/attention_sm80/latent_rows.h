@@ -30,7 +30,7 @@ struct LatentRowsShared {
 };
 
 template <class Traits>
-struct LatentRows {
+struct LatentAttention {
   using S = Shape<Traits>;
   using Shared = LatentRowsShared<Traits>;
   static constexpr int tokens = Traits::tile_kv;
@@ -50,7 +50,7 @@ struct LatentRows {
   FP_DEVICE static int warp_row() { return thread() / 32 / Traits::warps_v * S::rows_a_warp; }
   FP_DEVICE static int first_column() { return thread() / 32 % Traits::warps_v * S::value_columns; }
 
-  FP_DEVICE LatentRows(Shared& shared, const AttentionParams& params, const VariantArgs& args)
+  FP_DEVICE LatentAttention(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
 
   FP_DEVICE i32 look_up(const Place& place, int tile) const {
