@@ -13,7 +13,7 @@ from .work import Work
 LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 _ROWS = 64  # packed rows of a CTA
 _TOKENS = 64  # of a block
-_STAGES = 2  # blocks in shared memory; 3: the next one is brought to the L2
+_STAGES = 2  # blocks in shared memory
 _REACHED = 0.68  # the fraction of the card's 16-bit throughput that products reach
 
 

@@ -56,8 +56,6 @@ struct WideBoxes {
         at[i].page = __shfl_sync(0xffffffff, found.page, first + begin + i);
         at[i].row = __shfl_sync(0xffffffff, found.row, first + begin + i);
       }
-      if (Shared::prefetches && ptx::elect_one()) prefetch(at, present - begin);
-      __syncwarp();
       if (begin == own_begin) shared.wait_empty(use, part);
       if (ptx::elect_one()) {
 #pragma unroll
@@ -78,17 +76,6 @@ struct WideBoxes {
  private:
   FP_DEVICE static i32 column_of(int panel_of_part) {
     return ((part == WidePart::tail ? 0 : first_panel) + panel_of_part) * Tile::panel_columns;
-  }
-  // Brings boxes to the L2 while their slot is not free yet.
-  template <int own>
-  FP_DEVICE void prefetch(const BoxOrigin (&at)[own], int present) const {
-#pragma unroll
-    for (int box = 0; box < own; ++box) {
-      if (box >= present) continue;
-#pragma unroll
-      for (int i = 0; i < Shared::panels_of(part); ++i)
-        ptx::tensor_prefetch(map, column_of(i), at[box].row, 0, at[box].page);
-    }
   }
   FP_DEVICE void copy(u32 to, u32 barrier, i32 column, const BoxOrigin& at) const {
     if constexpr (Traits::ctas == 1) {
@@ -142,13 +129,6 @@ struct WideRows {
           rows.template row<Cache>(WideColumns<part>::view(params), found[group], token_of(block, group), 0, column));
     look_up(block + 1);
     const i32 count = place->place.unit.kv_end - place->first_token - block * tokens;
-    if (Shared::prefetches) {
-#pragma unroll
-      for (int group = 0; group < groups; ++group)
-#pragma unroll
-        for (int i = 0; i < panels; ++i)
-          ptx::prefetch_to_l2(reinterpret_cast<const void*>(mine[group] + i * Tile::stride));
-    }
     shared.wait_empty(use, part);
 #pragma unroll
     for (int group = 0; group < groups; ++group)

@@ -53,7 +53,6 @@ inline void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 colum
 inline void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 column, i32 token, i32 head, i32 page, u64) {
   tensor_copy(shared, map, barrier, column, token, head, page);
 }
-inline void tensor_prefetch(const TensorMap&, i32, i32, i32, i32) {}
 inline void tensor_copy_to_pair(u32, const TensorMap&, u32, i32, i32, i32, i32) { hopper::stop("no pair is there"); }
 inline void tensor_store(const TensorMap& map, u32 shared, i32 column, i32 token, i32 head, i32 page) {
   ++hopper::stores[threadIdx.x];
