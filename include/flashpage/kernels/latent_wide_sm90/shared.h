@@ -37,7 +37,7 @@ struct WideShared {
   static constexpr int tokens = 64;  // of a block
   static constexpr int rows = 64;    // packed rows of this CTA
   static constexpr int slots_ahead = 2, places_ahead = 2, parts = 3;
-  using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;    // a block, or Q
+  using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;  // a block, or Q
   static constexpr int value_panels = Traits::head_dim_vo / Tile::panel_columns, half_panels = value_panels / 2;
   static constexpr int tail_panels = Tile::panels - value_panels;
   static constexpr bool by_boxes = Traits::loader == Loader::boxes;
