@@ -132,11 +132,12 @@ def test_fp8_is_multiplied_where_boxes_of_e4m3_are(changed: dict[str, Any], load
 def test_a_kernel_has_a_tile_for_all_that_it_accepts(kernel: AttentionKernel, card: devices.Device) -> None:
     card = devices.CPU if kernel.backend == "cpu" else card
     accepted = 0
+    dims_of = {"paged": ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)), "latent": ((576, 512), (320, 256))}
     for rows in (1 << i for i in range(11)):
-        for dims in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
+        for source, (qk, vo) in ((source, dims) for source, found in dims_of.items() for dims in found):
             for kv_dtype in (BF16, DType.FLOAT8_E4M3):
-                given = problem(rows, head_dim_qk=dims[0], head_dim_vo=dims[1], kv_dtype=kv_dtype, page_size=16)
-                work = Work(given, card)
+                sizes = {"head_dim_qk": qk, "head_dim_vo": vo, "page_size": 16, "kv_source": source}
+                work = Work(problem(rows, **sizes, kv_dtype=kv_dtype), card)
                 if not kernel.refusals(work):
                     accepted += 1
                     tile = kernel.tile(work)

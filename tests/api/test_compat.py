@@ -129,7 +129,7 @@ def test_importing_compat_does_nothing() -> None:
 INSTALLED = {  # a FlashInfer of a few lines: attention, other names in the same modules, and other modules
     "__init__": """
 from .decode import BatchDecodeWithPagedKVCacheWrapper, theirs_alone
-from .mla import xqa_batch_decode_with_kv_cache_mla
+from .mla import xqa_mla
 from .prefill import single_prefill_with_kv_cache
 from .quantization import mxfp8_quantize, segment_packbits
 __version__ = "0.0.fake"
@@ -146,7 +146,7 @@ from .decode import BatchDecodeWithPagedKVCacheWrapper
 def single_prefill_with_kv_cache(): return "theirs"
 def helper(): return BatchDecodeWithPagedKVCacheWrapper
 """,
-    "mla": "def xqa_batch_decode_with_kv_cache_mla(): return 'theirs'",
+    "mla": "def xqa_mla(): return 'theirs'",
     "quantization": """
 def mxfp8_quantize(): return "theirs"
 def segment_packbits(): return "theirs"
@@ -193,7 +193,7 @@ def test_everything_else_is_flashinfers(installed: types.ModuleType) -> None:
     """Names that flashpage refuses or lacks, and whole modules; FlashInfer's modules use their own helpers."""
     found: dict[str, Any] = {}
     exec(
-        "from flashinfer import mxfp8_quantize, theirs_alone, xqa_batch_decode_with_kv_cache_mla as mla\n"
+        "from flashinfer import mxfp8_quantize, theirs_alone, xqa_mla as mla\n"
         "from flashinfer.decode import BatchDecodeMlaWithPagedKVCacheWrapper as old_mla\n"
         "from flashinfer.sampling import top_k_top_p_sampling_from_probs as sample\n"
         "from flashinfer.comm.mnnvl import TorchDistBackend\nimport flashinfer.comm.mnnvl",

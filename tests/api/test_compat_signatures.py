@@ -118,6 +118,7 @@ SIGNATURES: dict[str, str] = {
 _LSE_MODE = "lse_mode='base2'"
 _JIT = f"window_left=-1 return_lse=False {_LSE_MODE}"
 KEYWORDS = {  # keyword-only in FlashInfer; ours come after them
+    "append_paged_mla_kv_cache": "ckv_scale=None ckv_scale_arr=None kpe_scale=None kv_row_format=None",
     "BatchAttention.run": _LSE_MODE,
     "BatchPODWithPagedKVCacheWrapper.run": _LSE_MODE,
     "BlockSparseAttentionWrapper.run": _LSE_MODE,

@@ -306,6 +306,7 @@ CHANGES = {
     "head_dim_qk": 64,
     "head_dim_vo": 64,
     "kv_source": "ragged",
+    "latent_format": "scaled",
     "mask_source": "packed_bits",
     "position_encoding": "rope",
     "tile": Tile(16, 64, 1, 4, 2),

@@ -36,7 +36,7 @@ void attend_row(const AttentionParams& p, const WorkItem& item, const Unit<Trait
   std::vector<double> weights, out(Traits::head_dim_vo);
   double sum = 0;
   for (i32 token = row.begin; token < row.end; ++token) {
-    KvTile<Traits::kv_source, float, 16> tile = {token, 1, {}, {}, {}};
+    KvTile<Traits> tile = {token, 1};
     locate_rows(p, item, unit.kv_head, tile);
     double score = 0;
     for (int i = 0; i < Traits::head_dim_qk; ++i) score += double{q[i]} * tile.keys[0][i];
