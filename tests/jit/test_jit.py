@@ -322,9 +322,8 @@ def test_every_field_changes_the_key(sandbox: Sandbox) -> None:
     base = KernelSpec("attention_sm80", tile=TILE)
     specs = [base] + [dataclasses.replace(base, **{f.name: CHANGES[f.name]}) for f in dataclasses.fields(KernelSpec)]
     tile = CHANGES["tile"]
-    for field in dataclasses.fields(Tile):
-        changed = dataclasses.replace(tile, **{field.name: getattr(tile, field.name) + 1})
-        specs.append(dataclasses.replace(base, tile=changed))
+    changed = (dataclasses.replace(tile, **{f.name: getattr(tile, f.name) + 1}) for f in dataclasses.fields(Tile))
+    specs += [dataclasses.replace(base, tile=other) for other in changed]
     for field, value in {
         "mask": "true",
         "tensors": (("t", "float32", 2),),
