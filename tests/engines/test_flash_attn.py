@@ -46,7 +46,8 @@ def data(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-dtype_of = lambda device: torch.float32 if device == "cpu" else torch.bfloat16
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def slopes_of(*shape: int) -> torch.Tensor:
