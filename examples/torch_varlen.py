@@ -1,9 +1,15 @@
 """PyTorch's varlen_attn over pages, on the CPU, where torch itself has no kernel for it."""
 
+import inspect
+import sys
+
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
 import flashpage.torch_attention
+
+if "seqused_k" not in inspect.signature(varlen_attn).parameters:
+    sys.exit(f"torch {torch.__version__} has no varlen_attn over pages; torch 2.13 has one")
 
 torch.manual_seed(0)
 registration = flashpage.torch_attention.register("CPU")  # on a card: activate_flash_attention_impl("flashpage")
