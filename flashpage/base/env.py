@@ -1,4 +1,4 @@
-"""The environment variables that flashpage reads: these nine and no others. They are read and checked at first use,
+"""The environment variables that flashpage reads: these ten and no others. They are read and checked at first use,
 never at import."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ VARIABLES = {
     "FLASHPAGE_NVCC": "nvcc to use; 'off': use NVRTC even if nvcc is found",
     "FLASHPAGE_THREADS": "threads of the CPU backend (default: the cores this process may use)",
     "FLASHPAGE_CHECK_INDICES": "'on': plan checks page numbers and item lengths that live on the device (copies back)",
+    "FLASHPAGE_CARD": "for tests: plan as for this row of the table of cards, 'RTX 4090' or 'H100:16' (with 16 SMs)",
     "FLASHPAGE_VLLM": "'on': vLLM's own choices of FLASH_ATTN, FLASHINFER, CPU_ATTN and for MLA are flashpage",
 }
 MAX_COUNT = 1024  # of threads (csrc/cpu/threads.cpp) and of compilers
@@ -45,7 +46,7 @@ def is_on(name: str) -> bool:
 def _switch(name: str) -> str:
     value = get(name).lower()
     if value and value not in _OFF and value not in _ON:
-        raise _refused(name, f"'on' ({', '.join(_ON[1:])}) or 'off' ({', '.join(_OFF[1:])})")
+        raise refused(name, f"'on' ({', '.join(_ON[1:])}) or 'off' ({', '.join(_OFF[1:])})")
     return value
 
 
@@ -55,7 +56,7 @@ def count(name: str) -> int | None:
     if not value:
         return None
     if not (value.isascii() and value.isdigit() and len(value) <= 9 and 1 <= int(value) <= MAX_COUNT):
-        raise _refused(name, f"a whole number from 1 to {MAX_COUNT}")
+        raise refused(name, f"a whole number from 1 to {MAX_COUNT}")
     return int(value)
 
 
@@ -64,7 +65,7 @@ def words(name: str) -> list[str]:
     try:
         return shlex.split(get(name))
     except ValueError as error:
-        raise _refused(name, "a program and its options, quoted as in a shell", f" ({error})") from None
+        raise refused(name, "a program and its options, quoted as in a shell", f" ({error})") from None
 
 
 def nvcc() -> str | None:
@@ -94,7 +95,8 @@ def problems() -> dict[str, str]:
     return found
 
 
-def _refused(name: str, accepted: str, detail: str = "") -> SettingError:
+def refused(name: str, accepted: str, detail: str = "") -> SettingError:
+    """The error for a variable's value."""
     value = get(name)
     shown = value if len(value) <= _SHOWN else value[:_SHOWN] + "..."
     return SettingError(f"{name} is {shown!r}{detail}: give {accepted}, or leave it unset")

@@ -62,7 +62,20 @@ def devices() -> list[tuple[str, str]]:
         what = f"{info.name.decode()}, sm_{info.sm}, {info.num_sms} SMs, {info.memory_bytes / 2**30:.0f} GiB"
         rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}"))
         rows.append(("", _rates(card)))
+        rows += _planned_as(card)
     return rows if len(rows) > 1 else [*rows, ("cuda", "no device")]
+
+
+def _planned_as(card: Device) -> list[tuple[str, str]]:
+    """The row of the table of cards that FLASHPAGE_CARD names, if it is set."""
+    from ..kernels import devices as cards
+
+    if not (name := env.get("FLASHPAGE_CARD")):
+        return []
+    try:
+        return [("", f"planned as {_rates(cards.as_card(name, card))} (FLASHPAGE_CARD)")]
+    except FlashpageError as error:
+        return [("", str(error))]
 
 
 def _rates(card: Device) -> str:

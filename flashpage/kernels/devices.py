@@ -13,6 +13,7 @@ import re
 import torch
 
 from .. import native
+from ..base import env
 from ..base.errors import PlanError
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -65,6 +66,12 @@ class Device:
         """The fraction of SMs that keeps memory as busy as all of them do: 64 of an H200's 132 SMs read at 4.05 TB/s,
         so a single SM reads 63.9 bytes a nanosecond (tests/bench/cluster.py)."""
         return min(1.0, self.sm_bytes_per_ns / 63.9)
+
+    def part(self, sms: int) -> Device:
+        """A partition with so many SMs and their share of the L2 and of both rates, such as a MIG slice."""
+        share = sms / self.sms
+        gbps, tflops = self.gbps * share, self.tflops * share
+        return dataclasses.replace(self, sms=sms, l2_bytes=int(self.l2_bytes * share), gbps=gbps, tflops=tflops)
 
     def compute_ns(self, h200_ns: float) -> float:
         """The time on this card of tensor-core work that takes an SM of an H200 `h200_ns`."""
@@ -135,18 +142,42 @@ _FLOPS_PER_CLOCK = {80: 2048, 86: 512, 87: 1024, 89: 512, 90: 4096, 100: 8192, 1
 
 
 def named(name: str) -> Device:
-    """The row with that name, in any case; raises PlanError with the list of names."""
+    """The row with that name, in any case; `H100:16` is a partition with 16 SMs. Raises PlanError with the list of
+    names."""
+    row_name, _, sms = name.partition(":")
     for card in CARDS:
-        if card.name.lower() == name.lower():
-            return card
+        if card.name.lower() == row_name.lower():
+            if not sms:
+                return card
+            if sms.isascii() and sms.isdigit() and 1 <= int(sms[:9]) <= card.sms:
+                return card.part(int(sms))
+            raise PlanError(f"card {name!r} is no part of a card: pass 1 to {card.sms} SMs, like {card.name}:1.")
     raise PlanError(f"card {name!r} is not known: pass one of {', '.join(card.name for card in CARDS)}.")
 
 
 @functools.cache
 def of(device: torch.device) -> Device:
     """The card of a torch device, whose index must be given: its row with the driver's numbers or, without a row, rates
-    computed from the card's clocks. Creates no CUDA context."""
-    return CPU if device.type != "cuda" else of_index(device.index or 0)
+    computed from the card's clocks. FLASHPAGE_CARD puts another row in its place. Creates no CUDA context."""
+    if device.type != "cuda":
+        return CPU
+    own, name = of_index(device.index or 0), env.get("FLASHPAGE_CARD")
+    return as_card(name, own) if name else own
+
+
+def as_card(name: str, own: Device) -> Device:
+    """The row that FLASHPAGE_CARD names, in place of the card `own`; SettingError if `own` cannot run its kernels."""
+    try:
+        card = named(name)
+    except PlanError:
+        names = ", ".join(card.name for card in CARDS)
+        raise env.refused("FLASHPAGE_CARD", f"one of {names}, or a part like H100:16") from None
+    missing = [ability for ability in card.abilities if ability not in own.abilities]
+    if card.shared_bytes > own.shared_bytes:
+        missing.append(f"{card.shared_bytes} bytes of shared memory a CTA")
+    if missing:
+        raise env.refused("FLASHPAGE_CARD", f"a card without {', '.join(missing)}, which {own.name} lacks")
+    return card
 
 
 def of_index(index: int) -> Device:
@@ -173,8 +204,7 @@ def from_driver(info: native.DeviceInfo) -> Device:
             is_estimated=True,
             **known,
         )
-    share = info.num_sms / row.sms  # a partition has its share of memory and products
-    return dataclasses.replace(row, gbps=row.gbps * share, tflops=row.tflops * share, **known)
+    return dataclasses.replace(row.part(info.num_sms), **known)
 
 
 def row_of(driver_name: str) -> Device | None:

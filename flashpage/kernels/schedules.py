@@ -21,11 +21,23 @@ class Clusters:
     rows: int = 0  # packed rows of a unit that a cluster can merge
 
     @staticmethod
-    def of(info: native.KernelInfo) -> Clusters:
-        return Clusters(tuple(info.clusters), info.cluster_rows)
+    def of(info: native.KernelInfo, card: Device) -> Clusters:
+        """As the driver reports them, and at most as many as the card has; FLASHPAGE_CARD may name a smaller one."""
+        if not info.cluster_rows or "clusters" not in card.abilities:
+            return NO_CLUSTERS
+        ctas = resident_ctas(info, card)
+        counts = (min(count, ctas // size) for count, size in zip(info.clusters, CLUSTER_SIZES, strict=True))
+        return Clusters(tuple(counts), info.cluster_rows)
 
 
 NO_CLUSTERS = Clusters()
+
+
+def resident_ctas(info: native.KernelInfo, card: Device) -> int:
+    """CTAs that run at once. The driver knows the limit of an SM; the card of FLASHPAGE_CARD may have less shared
+    memory, of which the system takes 1 KiB for each CTA."""
+    fitting = card.sm_shared_bytes // (info.shared_bytes + (1 << 10))
+    return card.sms * max(1, min(info.ctas_per_sm, fitting))
 
 
 def schedule(

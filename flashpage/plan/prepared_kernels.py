@@ -58,11 +58,11 @@ class PreparedKernels:
                 self.gather_rows = jit.get_kernel(KernelSpec("gather_rows"), device)
             if (spec := mask_tiles_spec(self.choice, options)) is not None:
                 self.mask_tiles = jit.get_kernel(spec, device)
-            num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm // self.choice.spec.ctas
+            num_ctas = schedules.resident_ctas(self.attention.info, self.choice.card) // self.choice.spec.ctas
         else:
             num_ctas = native.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
         self.merge, self.most_merge_ctas = self._find_merge(device)
-        clusters = schedules.Clusters.of(self.attention.info)
+        clusters = schedules.Clusters.of(self.attention.info, self.choice.card)
         self.schedule = schedules.schedule(self.choice, options, num_ctas, clusters)
         self.cluster_size = 0  # of launches of one shape
         if fixed_for is not None:
@@ -79,7 +79,7 @@ class PreparedKernels:
         if device.type == "cpu":
             return native.check_handle(native.load().fp_cpu_merge_kernel(out_dtype.host_code)), 1
         merge = jit.get_kernel(KernelSpec("merge", out_dtype=out_dtype), device)
-        return merge.handle, MERGE_CTAS_PER_SM * merge.info.num_sms
+        return merge.handle, MERGE_CTAS_PER_SM * self.choice.card.sms
 
 
 def mask_tiles_spec(choice: choose.KernelChoice, options: Options) -> KernelSpec | None:

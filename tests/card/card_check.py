@@ -22,6 +22,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+from profiles import PROFILES  # noqa: E402
+
 SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
 NO_TESTS = 5  # pytest's status for a file without a marked test
 
@@ -44,8 +47,8 @@ class Outcome:
         return self.status in (0, NO_TESTS)
 
 
-def checks(with_sanitizers: bool) -> list[Check]:
-    """All checks, the longest first."""
+def checks(with_sanitizers: bool, with_profiles: bool = False) -> list[Check]:
+    """All checks, the longest first. The case table under other cards' profiles has a process for each."""
     harness = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--reduced")
     tools = [
         Check(tool[0], ("compute-sanitizer", "--error-exitcode", "1", "--tool", *tool, *harness))
@@ -53,8 +56,14 @@ def checks(with_sanitizers: bool) -> list[Check]:
         if with_sanitizers
     ]
     files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: (path.stem != "test_cases", path.stem))
+    files = [path for path in files if path.stem != "test_card_profiles"]
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda")
-    return tools + [Check(path.stem, (*pytest, str(path.relative_to(ROOT)))) for path in files]
+    profiles = [
+        Check(f"profile {name}", (*pytest, f"tests/card/test_card_profiles.py::test_the_case_table[{name}]"))
+        for name in PROFILES
+        if with_profiles
+    ]
+    return tools + profiles + [Check(path.stem, (*pytest, str(path.relative_to(ROOT)))) for path in files]
 
 
 def run(check: Check, card: str, logs: Path, limit_seconds: float) -> Outcome:
@@ -94,6 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes at a time")
     parser.add_argument("--no-sanitizers", action="store_true")
+    parser.add_argument("--profiles", action="store_true", help="the case table with the tiles of other cards, too")
     parser.add_argument("--logs", type=Path, help="folder for the output of each process (default: a temporary one)")
     parser.add_argument("--limit", type=float, default=900.0, help="most seconds of a process")
     arguments = parser.parse_args()
@@ -112,7 +122,9 @@ def main() -> int:
     kernels = Check("kernels", (sys.executable, "tests/support/harness.py", "--device", "cuda", "--only-prebuild"))
     if run_all([kernels], cards, 1, logs, arguments.limit):
         return 1
-    return run_all(checks(not arguments.no_sanitizers), cards, arguments.jobs, logs, arguments.limit)
+    return run_all(
+        checks(not arguments.no_sanitizers, arguments.profiles), cards, arguments.jobs, logs, arguments.limit
+    )
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pyt
 def test_workspaces_have_room_for_few_rows(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch with few rows uses twice the CTAs and units of half the rows: its plans fit the bounds."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
-    info = SimpleNamespace(num_sms=132, ctas_per_sm=1, clusters=[0] * 5, cluster_rows=0)
+    info = native.KernelInfo(num_sms=132, ctas_per_sm=1)
     monkeypatch.setattr(jit, "get_kernel", lambda spec, device=None: SimpleNamespace(spec=spec, info=info, handle=0))
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
     rng, were_few, were_cut = np.random.default_rng(0), 0, 0

@@ -12,6 +12,7 @@ from flashpage import jit
 from flashpage.base import env
 from flashpage.errors import CompileError, FlashpageError, SettingError
 from flashpage.jit import compilers, process
+from flashpage.kernels import devices
 
 SWITCHES = ("FLASHPAGE_JIT", "FLASHPAGE_PROGRESS", "FLASHPAGE_CHECK_INDICES")
 COUNTS = ("FLASHPAGE_JOBS", "FLASHPAGE_THREADS")
@@ -62,6 +63,7 @@ def test_every_variable_is_read_with_a_check(monkeypatch: pytest.MonkeyPatch) ->
         "FLASHPAGE_PROGRESS": lambda: env.is_off("FLASHPAGE_PROGRESS"),
         "FLASHPAGE_CHECK_INDICES": lambda: env.is_on("FLASHPAGE_CHECK_INDICES"),
         "FLASHPAGE_VLLM": lambda: env.is_on("FLASHPAGE_VLLM"),
+        "FLASHPAGE_CARD": lambda: devices.as_card(env.get("FLASHPAGE_CARD"), devices.H200),
         "FLASHPAGE_JOBS": lambda: process.job_count(1),
         "FLASHPAGE_THREADS": lambda: env.count("FLASHPAGE_THREADS"),
         "FLASHPAGE_CXX": lambda: compilers.find_compiler(jit.Target("cpu", "avx2")),

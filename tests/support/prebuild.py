@@ -29,7 +29,7 @@ class _Planned(Exception):
 @contextlib.contextmanager
 def _recording(specs: Counter[Any]) -> Iterator[None]:
     """Plans request kernels as usual; they record the spec here and get no kernel."""
-    from flashpage import jit
+    from flashpage import jit, native
     from flashpage.kernels import ATTENTION
 
     last_requested = {"merge", *(kernel.name for kernel in ATTENTION if kernel.merges_in_launch)}
@@ -38,7 +38,7 @@ def _recording(specs: Counter[Any]) -> Iterator[None]:
         specs[spec] += 1
         if spec.backend == "cpu" or spec.kernel in last_requested:
             raise _Planned
-        return SimpleNamespace(info=SimpleNamespace(num_sms=1, ctas_per_sm=1))
+        return SimpleNamespace(info=native.KernelInfo(num_sms=1, ctas_per_sm=1))
 
     original, jit.get_kernel = jit.get_kernel, record
     try:

@@ -16,7 +16,7 @@ from ... import jit, native
 from ...base import checks
 from ...base.dtypes import DType
 from ...base.errors import RunError
-from ...kernels import blocks, devices
+from ...kernels import blocks, devices, schedules
 from ...plan.session import current_stream
 from . import cache_layout
 from .gathered_decode import PARTITION_TOKENS, Sequences, check_shapes, check_slopes
@@ -78,17 +78,18 @@ class _Attention:
         kv_dtype = DType.of(cache_layout.element_type(cache, given.kv_cache_dtype))
         self.has_scales = given.kv_cache_dtype != "auto"
         group = self.num_heads // given.num_kv_heads
-        decode = blocks.decode_spec(q_dtype, kv_dtype, head_size, group, devices.of(query.device))
+        card = devices.of(query.device)
+        decode = blocks.decode_spec(q_dtype, kv_dtype, head_size, group, card)
         row_tiles = -(-group // decode.rows)
         self._decode, self._merge = jit.prebuild((decode, blocks.merge_spec(q_dtype)), query.device)
         self._units = given.num_kv_heads * row_tiles  # units in a sequence
-        self._most_ctas = self._decode.info.ctas_per_sm * self._decode.info.num_sms
+        self._most_ctas = schedules.resident_ctas(self._decode.info, card)
         rows = self._most_ctas * 2 * decode.rows
         self._lses = rows * head_size * 4  # layout of v1's memory: where partial LSEs and cuts begin, and its bytes
         self._cuts = self._lses + rows * 4
         self._bytes = self._cuts + self._most_ctas * 16
         self._merge_rows = min(decode.rows, group)  # packed rows in a CTA's last unit
-        self._pdl = int(devices.of(query.device).has_pdl)
+        self._pdl = int(card.has_pdl)
         size = cache.element_size()
         self.params = native.BlockAttentionParams(
             q_row_stride=query.stride(0),

@@ -1,0 +1,96 @@
+"""Plans for every card that the table names, and for odd numbers of SMs: tiles fit the card, and plans hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from planner_batches import Batch, Cutting, plan
+from planner_checks import check, check_balance
+from profiles import PROFILES
+
+from flashpage import native
+from flashpage.base.dtypes import DType
+from flashpage.errors import PlanError, SettingError
+from flashpage.kernels import choose, devices, schedules
+from flashpage.kernels.options import Options
+from flashpage.kernels.work import Problem
+
+RNG = np.random.default_rng(0)
+DECODES = (np.full(64, 4096), RNG.lognormal(7.0, 1.0, 40).astype(np.int64) + 1, np.array([100_000]))
+PREFILLS = (
+    ([300, 1, 0, 64, 129, 7], [1024, 5000, 300, 64, 100, 0]),
+    ([8192], [8192]),
+    ([2048] * 3, [9000, 2048, 4096]),
+)
+SMS = (1, 7, 16, 46, 78, 114, 170)
+
+
+@pytest.mark.parametrize("name", [*PROFILES, "H100:1", "RTX 4090:7", "RTX 4090:46"])
+def test_plans_hold(name: str) -> None:
+    """Decode and prefill batches, with the tile, the costs and the CTAs of the card."""
+    card = devices.named(name)
+    assert card.sms in SMS or name in PROFILES
+    for heads, dim in (((32, 8), 128), ((6, 6), 256), ((64, 1), 64)):
+        for kv_lens in DECODES:
+            _check(Batch(np.ones_like(kv_lens), kv_lens, *heads), dim, card)
+        for rows, tokens in PREFILLS:
+            _check(Batch(np.array(rows), np.array(tokens), *heads, causal=True), dim, card)
+
+
+def _check(batch: Batch, dim: int, card: devices.Device) -> None:
+    uniform = 1 if (batch.q_lens == 1).all() else 0
+    options = Options(
+        "paged", batch.num_q_heads, batch.num_kv_heads, dim, dim, 16, *[DType.BFLOAT16] * 3, causal=batch.causal
+    )
+    options = dataclasses.replace(options, uniform_q_len=uniform)
+    packed = choose.packed_rows(options, len(batch.q_lens), int(batch.q_lens.sum()))
+    choice = choose.choose_for_card(Problem(options, packed), card)
+    tile = choice.spec.tile
+    assert tile is not None and tile.shared_limit in (0, card.shared_bytes)
+    info = native.KernelInfo(num_sms=132, ctas_per_sm=tile.ctas_per_sm)
+    ctas = schedules.resident_ctas(info, card) // choice.spec.ctas
+    found = schedules.schedule(choice, options, ctas)
+    assert found.num_ctas in (card.sms * tile.ctas_per_sm, card.sms * tile.ctas_per_sm // choice.spec.ctas)
+    values = {field.name: getattr(found, field.name) for field in dataclasses.fields(Cutting)}
+    cutting = Cutting(**values | {"clusters": tuple(found.clusters)})
+    planned = plan(batch, cutting)
+    check_balance(planned, check(planned))
+
+
+@pytest.mark.parametrize("sms", SMS)
+def test_a_part_of_a_card(sms: int) -> None:
+    whole = devices.named("RTX 5090")
+    part = devices.named(f"rtx 5090:{sms}")
+    assert (part.sms, part.name, part.shared_bytes) == (sms, whole.name, whole.shared_bytes)
+    assert part.sm_bytes_per_ns == pytest.approx(whole.sm_bytes_per_ns) and part.gbps * 170 == whole.gbps * sms
+
+
+@pytest.mark.parametrize("name", ["H100:0", "H100:133", "H100:x", "H100:²", "H100:" + "9" * 50])
+def test_no_part_of_a_card(name: str) -> None:
+    with pytest.raises(PlanError, match="is no part of a card: pass 1 to 132 SMs"):
+        devices.named(name)
+
+
+def test_a_profile_that_the_card_can_run() -> None:
+    assert devices.as_card("rtx 4090", devices.H200) is devices.named("RTX 4090")
+    for name, own, missing in (
+        ("B200", devices.named("A100"), "fp8 mma, clusters, bulk copies, PDL, 232448 bytes of shared memory a CTA"),
+        ("H100", devices.named("B200"), "wgmma"),
+        ("A100", devices.named("L4"), "166912 bytes of shared memory a CTA"),
+    ):
+        with pytest.raises(SettingError, match=f"a card without {missing}, which {own.name} lacks"):
+            devices.as_card(name, own)
+
+
+def test_ctas_of_a_profile() -> None:
+    """The driver of an H200 counts the CTAs of its own SM; the profile's SM has less shared memory."""
+    info = native.KernelInfo(num_sms=132, ctas_per_sm=3, shared_bytes=60 << 10, clusters=(396, 198, 99, 48, 20))
+    assert schedules.resident_ctas(info, devices.H200) == 3 * 132
+    assert schedules.resident_ctas(info, devices.named("A100")) == 2 * 108
+    assert schedules.resident_ctas(info, devices.named("RTX 4090")) == 128
+    info.cluster_rows = 16
+    assert schedules.Clusters.of(info, devices.H200).resident == (396, 198, 99, 48, 20)
+    assert schedules.Clusters.of(info, devices.named("H100:16")).resident == (48, 24, 12, 6, 3)
+    assert schedules.Clusters.of(info, devices.named("A100")) == schedules.NO_CLUSTERS
