@@ -16,7 +16,8 @@ from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work
 
 # The least shared memory of a CTA in bytes: an A100 has 163 KiB, Hopper and later cards of data centres 227, others 99.
-_LARGE, _LARGEST = 160 << 10, 224 << 10
+# An SM has 1 KiB more.
+LARGE, _LARGEST = 160 << 10, 224 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,30 +50,45 @@ class _Row:
         )
 
 
+# Two CTAs an SM hide each other's softmax, copies and unit ends. An SM of an A100 or of a card with 99 KiB has room for
+# two if they have one stage or fewer tokens; these rows follow from sizes and were not timed on such cards.
 _MANY = (
-    _Row(Tile(128, 96, 4, 1, 1, 2), (30.0, 5e3, 10e3), "narrow rows", 64, rows=64, is_light=True, is_plain=True),
+    _Row(
+        Tile(128, 96, 4, 1, 1, 2), (30.0, 5e3, 10e3), "narrow rows", 64, 64, is_light=True, is_plain=True, shared=LARGE
+    ),
     _Row(Tile(128, 64, 4, 1, 1, 2), (30.0, 5e3, 10e3), "a transform takes registers", 64, rows=64, is_light=True),
     _Row(
-        Tile(128, 64, 4, 1, 2, 2),
-        (47.0, 6e3, 20e3),
-        "two stages",
-        128,
+        *(Tile(128, 64, 4, 1, 2, 2), (47.0, 6e3, 20e3), "two stages", 128),
         rows=64,
         is_light=True,
         is_plain=True,
-        shared=_LARGE,
+        shared=_LARGEST,
     ),
-    _Row(Tile(128, 48, 4, 1, 2, 2), (47.0, 6e3, 20e3), "a transform, or 99 KiB", 128, rows=64, is_light=True),
-    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "few rows, or registers taken", 128, rotates=False),
-    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "rotated keys fit next to the stages", 128, shared=_LARGE),
-    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "rotated keys fit next to stages of fp8", 128, fp8=True),
-    _Row(Tile(64, 48, 4, 1, 2, 2), (32.0, 4e3, 8e3), "99 KiB with rotated keys", 128),
-    _Row(Tile(128, 64, 8, 1, 1, 1), (60.0, 4e3, 8e3), "eight warps", 256, rows=64, is_light=True, shared=_LARGE),
+    _Row(
+        *(Tile(128, 64, 4, 1, 1, 2), (50.0, 6e3, 20e3), "A100: one stage, two CTAs an SM", 128),
+        rows=64,
+        is_light=True,
+        is_plain=True,
+        shared=LARGE,
+    ),
+    _Row(Tile(128, 48, 4, 1, 2, 2), (47.0, 6e3, 20e3), "a transform", 128, rows=64, is_light=True, shared=_LARGEST),
+    _Row(Tile(128, 48, 4, 1, 1, 2), (50.0, 6e3, 20e3), "A100, a transform", 128, rows=64, is_light=True, shared=LARGE),
+    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "few rows, or registers taken", 128, shared=_LARGEST),
+    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "A100, fp8", 128, fp8=True, shared=LARGE),
+    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "A100, narrow rows", 64, rotates=False, shared=LARGE),
+    _Row(Tile(64, 48, 4, 1, 2, 2), (32.0, 4e3, 8e3), "A100", 128, rotates=False, shared=LARGE),
+    _Row(Tile(64, 48, 4, 1, 1, 2), (32.0, 4e3, 8e3), "A100 with rotated keys", 128, shared=LARGE),
+    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "99 KiB, narrow rows of fp8", 64, fp8=True, rotates=False),
+    _Row(Tile(64, 48, 4, 1, 2, 2), (32.0, 4e3, 8e3), "99 KiB, narrow rows", 64, rotates=False),
+    _Row(Tile(64, 64, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB, fp8", 128, fp8=True, rotates=False),
+    _Row(Tile(64, 48, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB", 128, rotates=False),
+    _Row(Tile(64, 32, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB with rotated keys", 128),
+    _Row(Tile(128, 64, 8, 1, 1, 1), (60.0, 4e3, 8e3), "eight warps", 256, rows=64, is_light=True, shared=LARGE),
     _Row(Tile(64, 32, 4, 1, 1, 2), (60.0, 4e3, 8e3), "fp8 keys come 32 tokens at a time", 256, fp8=True),
-    _Row(Tile(64, 48, 4, 1, 1, 2), (60.0, 4e3, 8e3), "registers of 48 tokens", 256, shared=_LARGE),
-    _Row(Tile(64, 32, 4, 1, 1, 2), (60.0, 4e3, 8e3), "99 KiB", 256),
-    _Row(Tile(32, 32, 2, 1, 2, 1), (8.0, 800.0, 3e3), "fp8 keys come 32 tokens at a time", fp8=True, shared=_LARGE),
-    _Row(Tile(32, 16, 2, 1, 2, 1), (8.0, 800.0, 3e3), "two stages", fp8=False, shared=_LARGE),
+    _Row(Tile(64, 48, 4, 1, 1, 2), (60.0, 4e3, 8e3), "registers of 48 tokens", 256, shared=_LARGEST),
+    _Row(Tile(64, 32, 4, 1, 1, 2), (60.0, 4e3, 8e3), "A100: two CTAs an SM; 99 KiB: one", 256),
+    _Row(Tile(32, 32, 2, 1, 2, 1), (8.0, 800.0, 3e3), "fp8 keys come 32 tokens at a time", fp8=True, shared=LARGE),
+    _Row(Tile(32, 16, 2, 1, 2, 1), (8.0, 800.0, 3e3), "two stages", fp8=False, shared=LARGE),
     _Row(Tile(32, 32, 2, 1, 1, 1), (8.0, 800.0, 3e3), "99 KiB: one stage", fp8=True),
     _Row(Tile(32, 16, 2, 1, 1, 1), (8.0, 800.0, 3e3), "99 KiB: one stage"),
 )
@@ -82,7 +98,7 @@ def _is_few(work: Work) -> bool:
     """Whether rows are so few that warps share the tokens. If rows of K and V are wide, the ring of two warps may be
     too large for the card, above all next to rotated keys, which have 16 bits."""
     is_few = work.packed_rows <= 16 or (work.packed_rows <= 32 and work.widest <= 128)
-    is_large, is_fp8 = work.card.shared_bytes >= _LARGE, work.options.kv_dtype.is_fp8
+    is_large, is_fp8 = work.card.shared_bytes >= LARGE, work.options.kv_dtype.is_fp8
     if _is_tight(work) and is_fp8:
         return is_few and work.widest <= (256 if is_large else 128)
     return is_few and (is_large or work.widest <= 256)
@@ -106,7 +122,7 @@ def _latent_tile(work: Work) -> Tile:
     """Two tiles of whole rows next to Q. Warps share the value columns, of which 16 rows and 256 columns fit in a
     warp's registers."""
     columns = work.options.head_dim_vo // 64
-    is_large = work.card.shared_bytes >= _LARGE
+    is_large = work.card.shared_bytes >= LARGE
     if work.packed_rows <= 16:
         return Tile(16, 32, 1, 1, 2, warps_v=next(n for n in (4, 2, 1) if columns % n == 0))
     shared = 2 if columns % 2 == 0 else 1
@@ -121,7 +137,9 @@ def few_rows_tile(
     """A tile whose warps alternate on the tokens, each with its own ring: 8 KiB a stage, at most 96 KiB a CTA and two
     CTAs an SM. `token_bytes`: of K and V that a warp loads at a time. `is_tight`: rotated keys need space next to the
     ring."""
-    is_large = card.shared_bytes >= _LARGE
+    is_large = card.shared_bytes >= LARGE
+    if not is_tight and (tile := _two_ctas_tile(token_bytes, tile_q, is_fp8, card)) is not None:
+        return tile
     is_short = token_bytes * 32 <= 8192 and (widest <= 64 or is_large or not is_tight)
     tokens = 32 if is_short or is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
     stage_bytes = token_bytes * tokens  # of a warp
@@ -131,10 +149,21 @@ def few_rows_tile(
         # If keys are much wider than values, rotated keys take more space than the ring's stages indicate.
         has_room = has_room and (widest <= 192 or (is_large and not is_fp8))
     warps = 4 if has_room else 2
-    ctas_per_sm = 2 if 2 * warps * tokens * token_bytes <= 98304 and widest <= 256 else 1
+    ctas_per_sm = 2 if is_large and 2 * warps * tokens * token_bytes <= 98304 and widest <= 256 else 1
     ring_bytes = 98304 if is_large else 73728
     limit = card.shared_bytes if is_tight or not is_large else 0  # otherwise any ring of this size fits
     return Tile(tile_q, tokens * warps, 1, warps, 4, ctas_per_sm, ring_bytes=ring_bytes, shared_limit=limit)
+
+
+def _two_ctas_tile(token_bytes: int, tile_q: int, is_fp8: bool, card: Device) -> Tile | None:
+    """The tile with the most warps of which two CTAs fit an SM with less shared memory than Hopper's, two stages each:
+    a unit's copies start when it does, so one CTA loads while the other ends a unit. None: Hopper, or none fits."""
+    limit = card.sm_shared_bytes // 2 - (1 << 10)  # the system takes 1 KiB for each CTA
+    for warps, tokens in itertools.product((4, 2), (32,) if is_fp8 else (32, 16)):
+        stage_bytes = token_bytes * tokens  # of a warp; rows are padded, and Q takes the rest
+        if card.shared_bytes < _LARGEST and stage_bytes <= 8192 and 2 * warps * stage_bytes <= 0.8 * limit:
+            return Tile(tile_q, tokens * warps, 1, warps, 4, 2, ring_bytes=limit, shared_limit=limit)
+    return None
 
 
 def _token_bytes(work: Work) -> int:

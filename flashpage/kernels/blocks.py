@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..base.dtypes import DType
-from .attention_sm80 import few_rows_tile
+from .attention_sm80 import LARGE, few_rows_tile
 from .devices import Device
 from .kernel import Kernel, attention_traits, types
 from .spec import KernelSpec
@@ -38,6 +38,8 @@ def _decode_tile(head_dim: int, kv_dtype: DType, group: int, card: Device) -> Ti
     tile_q = 32 if group > 16 and head_dim <= (64 if kv_dtype.is_fp8 else 128) else 16  # larger tiles spill
     token_bytes = 2 * head_dim * kv_dtype.size
     tile = few_rows_tile(token_bytes, tile_q, kv_dtype.is_fp8, head_dim, card)
+    if card.shared_bytes < LARGE and tile.ctas_per_sm == 2:
+        return tile
     if tile_q > 16:
         tile = dataclasses.replace(tile, stages=2)
     elif 128 < token_bytes <= 256 and not kv_dtype.is_fp8:

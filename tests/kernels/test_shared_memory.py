@@ -123,3 +123,19 @@ def test_tiles_fit(card: Device) -> None:
     assert len(sizes) == len(specs) > 100
     too_large = {specs[number].name: size for number, size in sizes.items() if size > card.shared_bytes}
     assert not too_large, (len(too_large), too_large)
+    alone = [(specs[i].name, size) for i, size in sizes.items() if not _fits_as_often_as_planned(specs[i], size, card)]
+    assert not alone, (len(alone), alone)
+
+
+def _fits_as_often_as_planned(spec: KernelSpec, size: int, card: Device) -> bool:
+    """Whether an SM has room for the CTAs from which registers and costs follow: usual kernels of cards whose tiles are
+    chosen for two CTAs an SM."""
+    is_usual = (
+        card.shared_bytes < 200 << 10
+        and spec.kernel == "attention_sm80"
+        and spec.position_encoding == "none"
+        and not spec.is_latent
+    )
+    if not is_usual or spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in (64, 80, 96, 128):
+        return True
+    return spec.tile.ctas_per_sm * (size + 1024) <= card.sm_shared_bytes
