@@ -15,6 +15,7 @@ from pathlib import Path
 
 from flashpage.jit import BuildResult, Target, build_kernels, read_manifest
 from flashpage.jit.cache import Store, aot_store
+from flashpage.kernels.devices import CARDS
 from flashpage.kernels.spec import KernelSpec
 
 from . import specs
@@ -22,6 +23,7 @@ from . import specs
 # compute_80 is PTX, which the driver compiles for cards without a cubin; aot/specs.py gives it tiles of its own.
 WHEEL_TARGETS = ("sm_80", "sm_90a", "compute_80", "avx2", "avx512")
 CHECK_TARGETS = ("sm_80", "sm_90a")
+EVERY_TARGET = tuple(dict.fromkeys(Target("cuda", sm).name for sm in sorted({card.sm for card in CARDS})))
 
 Kernel = tuple[KernelSpec, Target]
 
@@ -34,6 +36,11 @@ def listed(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
         for target in map(Target.parse, targets)
         for spec in (specs.cpu_specs() if target.backend == "cpu" else of_cuda(target))
     ]
+
+
+def sample(targets: Iterable[str]) -> list[Kernel]:
+    """One decode kernel for each CUDA target."""
+    return [(specs.attention_specs(target, default_only=True)[0], target) for target in map(Target.parse, targets)]
 
 
 def from_manifest(path: Path, targets: Iterable[str] = ()) -> list[Kernel]:
@@ -86,6 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="keep nothing; fail on errors, spills and serialised wgmmas"
     )
+    parser.add_argument("--every-target", action="store_true", help="CUDA: a target for each card of the table")
+    parser.add_argument("--sample", action="store_true", help="CUDA: one decode kernel for each target, not the list")
     parser.add_argument("--default-only", action="store_true", help="CUDA: only the default specs")
     parser.add_argument(
         "--manifest", type=Path, help="build the kernels of this file (flashpage.jit.write_manifest), not the list"
@@ -95,8 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
         if given.manifest:
             kernels = from_manifest(given.manifest, given.target or ())
         else:
-            targets = given.target or (CHECK_TARGETS if given.check else WHEEL_TARGETS)
-            kernels = listed(targets, given.default_only)
+            usual = EVERY_TARGET if given.every_target else CHECK_TARGETS if given.check else WHEEL_TARGETS
+            targets = given.target or usual
+            kernels = sample(targets) if given.sample else listed(targets, given.default_only)
     except (OSError, ValueError) as error:
         parser.error(f"{given.manifest}: not a manifest: {error}" if given.manifest else str(error))
     results = check(kernels, given.jobs) if given.check else build_into(given.output, kernels, given.jobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 from flashpage.jit import Target
@@ -14,13 +15,13 @@ from flashpage.kernels.spec import KernelSpec
 
 def cards_of(target: Target) -> list[Device]:
     """The cards whose tiles the target's kernels have: one for each size of shared memory. PTX serves all cards without
-    a cubin from A100 on, whichever size they have."""
+    a cubin from A100 on, whichever size they have, and they are planned as cards of its capability."""
     if target.backend == "cpu":
         return [devices.CPU]
     is_ptx = target.arch == PTX
-    cards = [
-        card for card in devices.CARDS if (card.sm not in devices.ACCELERATED if is_ptx else card.sm == target.arch)
-    ]
+    cards = [card for card in devices.CARDS if is_ptx or card.sm == target.arch]
+    if is_ptx:
+        cards = [dataclasses.replace(card, sm=devices.PTX_SM) for card in cards if not card.has_wgmma]
     if not cards:
         known = ", ".join(sorted({Target("cuda", card.sm).name for card in devices.CARDS}))
         raise ValueError(f"no row of flashpage/kernels/devices.py is of {target.name}: the list knows {known}")
@@ -42,7 +43,7 @@ def attention_specs(target: Target, default_only: bool = False) -> list[KernelSp
 
 def default_cuda_specs(target: Target) -> list[KernelSpec]:
     """The specs that most models need: 16-bit queries over paged or ragged KV of the same type, and their helpers."""
-    of_hopper = helpers.AHEAD_OF_HOPPER if target.arch in devices.ACCELERATED else ()
+    of_hopper = helpers.AHEAD_OF_HOPPER if target.arch == devices.H200.sm else ()
     return [*attention_specs(target, default_only=True), *helpers.AHEAD, *of_hopper]
 
 

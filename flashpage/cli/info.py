@@ -62,6 +62,11 @@ def devices() -> list[tuple[str, str]]:
         what = f"{info.name.decode()}, sm_{info.sm}, {info.num_sms} SMs, {info.memory_bytes / 2**30:.0f} GiB"
         rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}"))
         rows.append(("", _rates(card)))
+        if targets.cuda_target(index).arch == targets.PTX:
+            named = targets.Target("cuda", info.sm).name
+            rows.append(
+                ("", f"the compiler below does not know {named}: kernels are {targets.PTX} PTX, as for an A100")
+            )
         rows += _planned_as(card)
     return rows if len(rows) > 1 else [*rows, ("cuda", "no device")]
 

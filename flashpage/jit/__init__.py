@@ -8,10 +8,12 @@
 * job        one compile (process: child processes; supervise: they end with this one; progress: lines and bars;
              diagnostics: errors, registers)
 * build      specs -> entries, one or many at a time
+* own_targets  whether a card's own target can be had, or PTX serves it
 * loader     spec, device -> LoadedKernel (driver: kernels that the CUDA driver refuses)
 * manifest   which kernels a process has used
 """
 
+from . import own_targets  # noqa: F401  devices.of asks it
 from .build import BuildResult, build_kernels, build_specs
 from .loader import LoadedKernel, get_kernel, prebuild
 from .manifest import read_manifest, used_specs, write_manifest

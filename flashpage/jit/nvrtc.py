@@ -1,5 +1,5 @@
-"""NVRTC as a command line: `python nvrtc.py LIBRARY OPTIONS... SOURCE BINARY`. It runs as a file and imports no
-flashpage.
+"""NVRTC as a command line: `python nvrtc.py LIBRARY OPTIONS... SOURCE BINARY`, or `--list` in place of the rest for the
+architectures that it knows. It runs as a file and imports no flashpage.
 
 It is a process of its own, so that compiles run in parallel under ninja, can be interrupted, and cannot end the server.
 """
@@ -47,7 +47,18 @@ def _check(nvrtc: ctypes.CDLL, status: int) -> None:
         sys.exit(f"NVRTC: {_error_name(nvrtc, status)}")
 
 
+def known(library: str) -> list[str]:
+    nvrtc, count = ctypes.CDLL(library), ctypes.c_int()
+    _check(nvrtc, nvrtc.nvrtcGetNumSupportedArchs(byref(count)))
+    archs = (ctypes.c_int * count.value)()
+    _check(nvrtc, nvrtc.nvrtcGetSupportedArchs(archs))
+    return [f"sm_{arch}" for arch in archs]
+
+
 def main(arguments: list[str]) -> int:
+    if arguments[1:] == ["--list"]:
+        print(*known(arguments[0]), sep="\n")
+        return 0
     library, *options, source, binary = arguments
     with open(source, "rb") as file:
         image, log = compile_source(library, options, source, file.read())

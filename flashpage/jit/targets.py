@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from .. import kernels, native
 from ..base.errors import DeviceError
-from ..kernels.devices import ACCELERATED
+from ..kernels import devices
+from ..kernels.devices import ACCELERATED, PTX_SM
 
 if TYPE_CHECKING:
     from ..kernels.spec import KernelSpec
@@ -26,7 +27,7 @@ CPU_LEVELS: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
 }
 _SM = re.compile(r"(?:sm_)?([1-9][0-9]{1,2})a?")
-PTX = "compute_80"  # of a general kernel: the driver compiles it for a card that has no cubin
+PTX = f"compute_{PTX_SM}"  # of a general kernel: the driver compiles it for a card that has no cubin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +79,9 @@ def host_target() -> Target:
 
 @functools.cache
 def cuda_target(device_index: int) -> Target:
-    """The target of a CUDA device; makes no context."""
-    return Target("cuda", device_info(device_index).sm)
+    """The target of a CUDA device, PTX if its own cannot be had; makes no context."""
+    sm = device_info(device_index).sm
+    return Target("cuda", sm if devices.has_own_target(sm) else PTX)
 
 
 def device_info(device_index: int) -> native.DeviceInfo:
@@ -94,7 +96,8 @@ def runnable(device_index: int | None) -> tuple[Target, ...]:
     """Targets whose kernels run here, best first: what an AOT folder is searched for. None: the CPU."""
     if device_index is not None:
         own = cuda_target(device_index)
-        assert isinstance(own.arch, int)
+        if not isinstance(own.arch, int):
+            return (own,)
         # A cubin runs on later minor versions of its architecture, unless it is an accelerated one.
         same_major = [Target("cuda", sm) for sm in range(own.arch - 1, own.arch // 10 * 10 - 1, -1)]
         return (own, *(t for t in same_major if t.arch not in ACCELERATED), Target("cuda", PTX))

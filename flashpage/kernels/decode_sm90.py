@@ -1,12 +1,15 @@
-"""Few packed rows of each request on Hopper (decode, speculative verify, short appends), bound by memory bandwidth: one
-CTA an SM, four warps that load and eight that compute, and a ring that keeps enough bytes in flight."""
+"""Few packed rows of each request on Hopper and Blackwell (decode, speculative verify, short appends), bound by memory
+bandwidth: one CTA an SM, four warps that load and eight that compute, and a ring that keeps enough bytes in flight.
+
+It was never run on Blackwell. Cards with 99 KiB of shared memory have half as many teams of warps and shorter slots.
+"""
 
 from __future__ import annotations
 
 import itertools
 
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
-from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_latent_rows
+from .kernel import FP8, HALF, AttentionKernel, ability, attention_traits, dtypes, head_dims, no_latent_rows
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
@@ -14,6 +17,7 @@ from .work import InnerLoop, Work
 
 MOST_PACKED_ROWS = 64
 _MOST_STAGES = 64  # the header uses as many as fit the ring
+_HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measured
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
 
@@ -29,19 +33,44 @@ def _tile(work: Work) -> Tile:
     if work.packed_rows <= 16 and not _slots_fit(work):
         has_more = True  # four teams need fewer slots than eight
     warps_v = 4 if options.head_dim_vo > 256 else 2 if options.head_dim_vo > 128 and has_more else 1
+    if _is_small(work):
+        warps_v = _small_warps_v(work)
     tile_q = next(rows for rows in (16, 32, 64) if work.packed_rows <= rows or rows * warps_v == 128)
     warps_q = tile_q // 16
     tile_kv = _slot_tokens(work)
     if loop is InnerLoop.LOADING:
         tile_kv = 16  # the loads of more tokens, all in flight at once, take too many registers
-    return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), _MOST_STAGES, 1, warps_v)
+    limit = work.card.shared_bytes if _is_small(work) else 0
+    return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), _MOST_STAGES, 1, warps_v, shared_limit=limit)
+
+
+def _is_small(work: Work) -> bool:
+    return work.card.shared_bytes < _HOPPER_BYTES
+
+
+def _small_warps_v(work: Work) -> int:
+    """Teams of more warps are fewer, so that their slots and buffers fit 99 KiB. A warp has whole panels of 64
+    columns."""
+    return next(warps for warps in (1, 2, 4) if work.options.head_dim_vo <= 64 * warps or warps == 4)
+
+
+def _fits_small_cards(work: Work) -> str | None:
+    """Refuses work of which a slot for each team and the buffers need more than 99 KiB."""
+    options, dims = work.options, f"head dims of {work.options.head_dim_qk} and {work.options.head_dim_vo}"
+    if not _is_small(work):
+        return None
+    slots_fit = work.widest <= 256 and 8 // _small_warps_v(work) * 16 * _token_bytes(work) <= 48 << 10
+    if slots_fit and not work.rotates and not options.kv_dtype.is_fp8:
+        return None
+    what = dims if not slots_fit else "in-kernel RoPE" if work.rotates else f"kv_data_type {options.kv_dtype.value}"
+    return f"it has no {what} within {work.card.shared_bytes} bytes of shared memory"
 
 
 def _has_slots(work: Work) -> str | None:
     """Refuses work whose slots do not fit: each of eight teams of warps needs one, and for the widest rows eight slots
     exceed the ring's 128 KiB."""
     options = work.options
-    if work.packed_rows > 16 or options.head_dim_vo > 128 or _slots_fit(work):
+    if work.packed_rows > 16 or options.head_dim_vo > 128 or _slots_fit(work) or _is_small(work):
         return None
     dims = f"head_dim_qk {options.head_dim_qk} with head_dim_vo {options.head_dim_vo}"
     return f"{dims} needs more shared memory for at most 16 packed rows than a CTA has"
@@ -52,7 +81,8 @@ def _slots_fit(work: Work) -> bool:
 
 
 def _slot_tokens(work: Work) -> int:
-    return 16 if _token_bytes(work) > 512 and not work.options.kv_dtype.is_fp8 else 32
+    is_short = _token_bytes(work) > 512 or _is_small(work)
+    return 16 if is_short and not work.options.kv_dtype.is_fp8 else 32
 
 
 def _token_bytes(work: Work) -> int:
@@ -108,9 +138,16 @@ KERNEL = AttentionKernel(
     header="flashpage/kernels/decode_sm90/kernel.h",
     cpp="DecodeSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
-    archs=(90,),
+    archs=(90, 100, 103, 120, 121),
     most_packed_rows=MOST_PACKED_ROWS,
-    accepts=(capability(90, 90), no_latent_rows, *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 512, 8), _has_slots),
+    accepts=(
+        ability("bulk copies"),
+        no_latent_rows,
+        *dtypes(q=HALF + FP8, out=HALF),
+        head_dims(16, 512, 8),
+        _has_slots,
+        _fits_small_cards,
+    ),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,

@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -86,8 +87,12 @@ ABILITIES = {
     "PDL": (90, 999),  # programmatic dependent launch
     "wgmma": (90, 90),
 }
-# Instructions of these compute capabilities alone, such as wgmma, need a target of their own (sm_90a).
-ACCELERATED = (90,)
+# Kernels of these compute capabilities use instructions of their own targets (sm_90a), such as wgmma and setmaxnreg.
+ACCELERATED = (90, 100, 103, 120, 121)
+PTX_SM = 80  # of PTX, which runs on every later card
+
+# Whether kernels can be had for a compute capability's own target. flashpage.jit, which knows the compilers, sets it.
+has_own_target: Callable[[int], bool] = lambda sm: True
 
 
 def _card(name: str, sm: int, sms: int, l2_mib: float, gbps: float, tflops: float) -> Device:
@@ -162,6 +167,8 @@ def of(device: torch.device) -> Device:
     if device.type != "cuda":
         return CPU
     own, name = of_index(device.index or 0), env.get("FLASHPAGE_CARD")
+    if not has_own_target(own.sm):
+        own = dataclasses.replace(own, sm=PTX_SM)
     return as_card(name, own) if name else own
 
 

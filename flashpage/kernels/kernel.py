@@ -12,7 +12,7 @@ from ..base.dtypes import DType
 from ..base.errors import CompileError
 from .ahead import Ahead
 from .context_classes import ContextClass
-from .devices import Device
+from .devices import ABILITIES, Device
 from .options import Options
 from .spec import KernelSpec
 from .tile import Cost, Tile
@@ -107,6 +107,18 @@ def capability(least: int, most: int = 999) -> Rule:
             return None
         needed = f"{_sm_name(most)} at most" if work.card.sm > most else _sm_name(least)
         return f"it needs compute capability {needed}, this card has {_sm_name(work.card.sm)}"
+
+    return rule
+
+
+def ability(name: str) -> Rule:
+    """Requires a word of devices.ABILITIES."""
+
+    def rule(work: Work) -> str | None:
+        if name in work.card.abilities:
+            return None
+        least = _sm_name(ABILITIES[name][0])
+        return f"it needs {name} (compute capability {least} on), this card has {_sm_name(work.card.sm)}"
 
     return rule
 

@@ -24,10 +24,11 @@ from flashpage.plan.prepared_kernels import mask_tiles_spec
 BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
 
+SMALL = "within 101376 bytes of shared memory"
 UNLIKE_FP8_QUERIES = "kv_data_type bfloat16 is neither q's float8_e5m2 nor fp8 (float8_e4m3fn, float8_e5m2)"
 
 
-CARD_OF = {80: devices.named("A100"), 90: devices.H200, 100: devices.named("B200")}
+CARD_OF = {80: devices.named("A100"), 90: devices.H200, 100: devices.named("B200"), 120: devices.named("RTX 5090")}
 
 
 def problem(packed_rows: int = 4, **changed: Any) -> Problem:
@@ -44,8 +45,13 @@ def problem(packed_rows: int = 4, **changed: Any) -> Problem:
         (problem(q_dtype=DType.FLOAT8_E5M2), 90, UNLIKE_FP8_QUERIES),
         (problem(position_encoding="ALIBI"), 90, ""),
         (problem(has_mask=True), 90, ""),
-        (problem(), 80, "it needs compute capability 9.0, this card has 8.0"),
-        (problem(), 100, "it needs compute capability 9.0 at most, this card has 10.0"),
+        (problem(), 80, "it needs bulk copies (compute capability 9.0 on), this card has 8.0"),
+        (problem(), 100, ""),
+        (problem(), 120, ""),
+        (problem(head_dim_qk=256, head_dim_vo=256), 120, ""),
+        (problem(position_encoding="ROPE_LLAMA"), 120, f"it has no in-kernel RoPE {SMALL}"),
+        (problem(kv_dtype=DType.FLOAT8_E4M3), 120, f"it has no kv_data_type float8_e4m3fn {SMALL}"),
+        (problem(head_dim_qk=256, head_dim_vo=64), 120, f"it has no head dims of 256 and 64 {SMALL}"),
         (problem(128), 90, "a request and KV head have 128 packed rows (query rows x query heads), it takes 64"),
         (problem(position_encoding="ROPE_LLAMA"), 90, ""),
         (problem(out_dtype=DType.FLOAT32), 90, "o_data_type float32 is not among float16, bfloat16"),
@@ -248,7 +254,7 @@ def test_the_batch_does_not_choose_kernel_or_tile(
         assert len(choices) > 1  # other plans do depend on the batch
     else:
         assert len(choices) == 1
-        few = sm == 90 and (q_len or 64) * group <= 64
+        few = sm >= 90 and (q_len or 64) * group <= 64
         many = "prefill_sm90" if sm == 90 else "attention_sm80"
         assert choices.pop()[0].kernel == ("decode_sm90" if few else many)
 
@@ -262,7 +268,9 @@ def test_a_card_need_not_be_here() -> None:
         assert chosen(problem(128, **changed)) == "prefill_sm90"
     assert chosen(problem(128, position_encoding="ROPE_LLAMA")) == "prefill_sm90"
     fp8_rope = problem(128, position_encoding="ROPE_LLAMA", kv_dtype=DType.FLOAT8_E4M3)
-    assert chosen(fp8_rope) == chosen(problem(), "B200") == chosen(problem(128), "RTX 4090") == "attention_sm80"
+    assert chosen(problem(), "B200") == chosen(problem(), "GB10") == "decode_sm90"
+    for card in ("B200", "RTX 4090", "RTX 5090"):
+        assert chosen(fp8_rope) == chosen(problem(128), card) == "attention_sm80"
     assert choose.choose_for_card(problem(q_dtype=BF16), devices.CPU).kernel.name == "cpu_attention"
     with pytest.raises(flashpage.CapabilityError, match="head_dim_qk 576 is not a multiple of 8 from 16 to 512"):
         chosen(problem(head_dim_qk=576))

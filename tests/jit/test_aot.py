@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_list_is_lean() -> None:
         assert set(specs.default_cuda_specs(target)) <= set(listed)
         assert all(target.fits(spec) for spec in listed)
         checked.update(listed if target.name in aot_build.CHECK_TARGETS else ())
-        assert len(listed) <= 100
+        assert len(listed) <= (140 if target.arch == PTX else 100)  # PTX has tiles for three sizes of shared memory
     assert len(checked) <= 150
     assert all(spec.backend == "cpu" for spec in specs.cpu_specs())
     kernels = aot_build.listed(aot_build.WHEEL_TARGETS)
@@ -129,7 +130,7 @@ def test_the_list_has_what_plans_need(spec: KernelSpec, target: str, monkeypatch
         (card, target)
         for card in devices.CARDS
         for target in (jit.Target("cuda", card.sm), jit.Target("cuda", PTX))
-        if target.arch != PTX or card.sm not in devices.ACCELERATED  # their kernels are in every wheel
+        if target.arch != PTX or not card.has_wgmma  # their kernels are in every wheel
     ],
     ids=lambda value: value.name,
 )
@@ -138,7 +139,8 @@ def test_plain_decode_is_in_the_list(
 ) -> None:
     """Any group size and page size, for the head dims of the default list, on every card of the table: the kernel is
     built for the card's target or as the PTX of a wheel."""
-    monkeypatch.setattr(devices, "of", lambda _: card)
+    planned = dataclasses.replace(card, sm=devices.PTX_SM) if target.arch == PTX else card
+    monkeypatch.setattr(devices, "of", lambda _: planned)
     listed = set(specs.default_cuda_specs(target))
     for dtype, dim in itertools.product((DType.BFLOAT16, DType.FLOAT16), HEAD_DIMS):
         options = Options("paged", 8, 8, dim, dim, page_size, dtype, dtype, dtype, uniform_q_len=1)

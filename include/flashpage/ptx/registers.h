@@ -1,4 +1,4 @@
-// setmaxnreg: moves registers from the loading warps to the computing ones, sm_90a. Called by whole warpgroups.
+// setmaxnreg: moves registers from the loading warps to the computing ones, from sm_90a on. Called by whole warpgroups.
 #pragma once
 #include "flashpage/common/types.h"
 

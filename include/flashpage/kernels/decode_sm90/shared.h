@@ -72,9 +72,15 @@ struct DecodeShared {
   Mailbox mailbox;
 };
 
+// The most shared memory of a CTA: Hopper's, or Traits::shared_limit of a card with less.
+template <class Traits>
+FP_HOST_DEVICE constexpr int decode_shared_limit() {
+  return Traits::shared_limit == 0 ? cta_shared_bytes(1) : Traits::shared_limit;
+}
+
 template <class Traits>
 struct DecodeFits {
-  static constexpr bool value = sizeof(DecodeShared<Traits>) <= cta_shared_bytes(1);
+  static constexpr bool value = sizeof(DecodeShared<Traits>) <= decode_shared_limit<Traits>();
 };
 
 // The largest size of the ring. 128 KiB leave room for the buffer in which the teams exchange their states; with rings
