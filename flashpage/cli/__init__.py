@@ -15,6 +15,7 @@ from .values import ArgumentError
 _COMMANDS = {
     "info": "show devices, compilers, torch, environment variables and compiled kernels",
     "demo": "decode a batch with a small model and check its tokens against torch",
+    "selftest": "check the kernels of common models on this machine, and their speed",
     "plan": "plan a batch of lengths; show a picture and an explanation",
     "bench": "run the benchmarks that this machine can run (in a checkout)",
     "build": "compile kernels ahead of time: a manifest, one spec, or the AOT list",
@@ -31,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 1 failed, 2 wrong argument, 130 interrupted."""
+    """Runs one command; returns the exit code: 0, 1 failed, 2 wrong argument, 3 slow (selftest), 130 interrupted."""
     parser = _Parser(prog="flashpage", description="Attention for LLM servers: plan once a step, run once a layer.")
     parser.add_argument("--version", action="version", version=f"flashpage {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

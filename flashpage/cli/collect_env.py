@@ -52,9 +52,9 @@ def _joined(rows: list[tuple[str, str]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in rows:
         if name:
-            found[name] = _without_home(value)
+            found[name] = without_home(value)
         else:
-            found[list(found)[-1]] += f"; {_without_home(value)}"
+            found[list(found)[-1]] += f"; {without_home(value)}"
     return found
 
 
@@ -96,6 +96,6 @@ def _environment() -> list[tuple[str, str]]:
     return rows or [("variables", "none is set")]
 
 
-def _without_home(text: str) -> str:
+def without_home(text: str) -> str:
     home = os.path.expanduser("~")
     return text.replace(f"{home}/", "~/") if home not in ("~", "/", "") else text

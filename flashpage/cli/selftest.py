@@ -1,0 +1,65 @@
+"""Check the kernels of common models on this machine against a reference, and their speed against its own read and
+matmul rates. Exit code 0: right; 1: a wrong result or a failure; 3: right, but slow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import collect_env, info
+
+if TYPE_CHECKING:
+    from ..selftest.main import Report, Result
+
+VERDICTS = {
+    "right": (0, "all kernels are right, and as fast as this machine's rates let expect"),
+    "slow": (3, "all kernels are right, but some are slower than this machine's rates let expect; is it idle?"),
+    "wrong": (1, "some kernels failed or are wrong: please file a bug with the file of --json"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="two models only: about 20 s if their kernels are built")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, for a bug report")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto (default): the GPU if there is one"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ..selftest.main import choose_device, run_selftest
+
+    device = choose_device(arguments.device)
+    if arguments.json:
+        arguments.json.touch()  # a file that cannot be written is reported before the work
+    report = run_selftest(device, arguments.quick)
+    _print(report)
+    code, verdict = VERDICTS[report.verdict]
+    print(f"{report.device}, {report.seconds:.1f} s: {verdict}")
+    if arguments.json:
+        machine = [*info.versions(), *info.devices(), *info.compilers()]
+        written = report.as_json() | {"machine": [collect_env.without_home(": ".join(row)) for row in machine]}
+        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+        print(f"written to {arguments.json}")
+    return code
+
+
+def _print(report: Report) -> None:
+    rates = f"torch reads {report.read_gbps:.1f} GB/s and multiplies at {report.matmul_tflops:.3g} TFLOP/s here"
+    width = max(len(result.name) for result in report.results)
+    for result in report.results:
+        print(f"{result.name:<{width}}  {_outcome(result)}")
+    print(rates)
+
+
+def _outcome(result: Result) -> str:
+    if result.failure:
+        return f"FAILED: {result.failure}"
+    if result.rate is not None and result.share is not None:
+        slow = "  SLOW" if result.is_slow else ""
+        of_what = "read" if result.unit == "GB/s" else "matmul"
+        return f"{result.rate:8.3g} {result.unit}, {100 * result.share:.0f}% of the {of_what} rate{slow}"
+    verdict = "right" if result.is_right else "WRONG"
+    return f"{verdict}: error {result.error:.1e} (at most 1e-02), LSE {result.lse_error:.1e} (at most 2e-02)"
