@@ -20,7 +20,7 @@ def seconds(call: Callable[[], object], device: torch.device, least_s: float) ->
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of one call; on a card of eight between two events, so that launches do not wait for the host."""
+    """The time of one call. On a card it is the mean of eight between two events, so that none waits for the host."""
     if device.type == "cpu":
         start = time.perf_counter()
         call()
