@@ -36,6 +36,7 @@ class _Row:
     fp8: bool | None = None  # of K and V; None: either
     rotates: bool | None = None  # RoPE in the kernel; None: either
     shared: int = 0  # least shared memory of a CTA
+    newest: int = 999  # largest compute capability, times ten: ptxas allocates registers otherwise for later ones
 
     def takes(self, work: Work) -> bool:
         is_light = work.loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM) and not work.options.kv_dtype.is_fp8
@@ -47,6 +48,7 @@ class _Row:
             and self.fp8 in (None, work.options.kv_dtype.is_fp8)
             and self.rotates in (None, work.rotates)
             and work.card.shared_bytes >= self.shared
+            and work.card.sm <= self.newest
         )
 
 
@@ -54,7 +56,12 @@ class _Row:
 # two if they have one stage or fewer tokens; these rows follow from sizes and were not timed on such cards.
 _MANY = (
     _Row(
-        Tile(128, 96, 4, 1, 1, 2), (30.0, 5e3, 10e3), "narrow rows", 64, 64, is_light=True, is_plain=True, shared=LARGE
+        *(Tile(128, 96, 4, 1, 1, 2), (30.0, 5e3, 10e3), "narrow rows", 64),
+        rows=64,
+        is_light=True,
+        is_plain=True,
+        shared=LARGE,
+        newest=90,  # spills on Blackwell
     ),
     _Row(Tile(128, 64, 4, 1, 1, 2), (30.0, 5e3, 10e3), "a transform takes registers", 64, rows=64, is_light=True),
     _Row(
