@@ -73,6 +73,7 @@ SLOW = {
     *("kernels/test_prefill_kernel", "kernels/test_prefill_sass", "kernels/test_shared_memory", "net/test_bad_inputs"),
     *("net/test_faults", "net/test_faulty_disk", "net/test_fuzz", "net/test_soak", "planner/test_planner_properties"),
     *("planner/test_table_plans", "project/test_bench", "project/test_cli", "project/test_pages"),
+    "project/test_selftest",
     *("serving/test_engine", "serving/test_forward_batch", "serving/test_graph_runner", "serving/test_parallel_ranks"),
 }
 
