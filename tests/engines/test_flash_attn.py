@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
-import types
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,7 +12,7 @@ import torch
 from reference import Options, attention
 from signatures import shown
 
-from flashpage import CapabilityError, FlashpageError, RunError, compat
+from flashpage import CapabilityError, FlashpageError, RunError
 from flashpage.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
@@ -336,46 +332,6 @@ def test_lengths_are_copied_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
     for count in (3, 4):
         flash_attn_varlen_func(**given)
         assert len(plans) == count
-
-
-# ---------------------------------------------------------------- under flash-attn's name
-
-
-@pytest.fixture
-def uninstalled() -> Iterator[None]:
-    yield
-    compat.uninstall_flash_attn()
-    assert not [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]
-
-
-def test_facade(uninstalled: None) -> None:
-    compat.install_flash_attn()
-    found: dict[str, Any] = {}
-    exec("from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache", found)
-    exec("from flash_attn.flash_attn_interface import flash_attn_varlen_func as inner", found)
-    assert found["flash_attn_varlen_func"] is found["inner"] is flash_attn_varlen_func
-    assert found["flash_attn_with_kvcache"] is flash_attn_with_kvcache
-    with pytest.raises(ImportError, match="flash_attn_func"):
-        exec("from flash_attn import flash_attn_func")
-    with pytest.raises(ModuleNotFoundError, match="bert_padding"):
-        exec("import flash_attn.bert_padding")
-
-
-def test_an_installed_flash_attn_keeps_the_rest(
-    uninstalled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "flash_attn"
-    package.mkdir()
-    names = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
-    (package / "flash_attn_interface.py").write_text("\n".join(f"def {name}(): return 'theirs'" for name in names))
-    (package / "__init__.py").write_text(f"__version__ = 'x'\nfrom .flash_attn_interface import {', '.join(names)}")
-    (package / "bert_padding.py").write_text("def unpad_input(): return 'theirs'")
-    monkeypatch.syspath_prepend(tmp_path)
-    module: types.ModuleType = compat.install_flash_attn()
-    found: dict[str, Any] = {}
-    exec("from flash_attn import flash_attn_func, flash_attn_varlen_func\nimport flash_attn.bert_padding", found)
-    assert found["flash_attn_func"]() == module.bert_padding.unpad_input() == "theirs"
-    assert found["flash_attn_varlen_func"] is flash_attn_varlen_func and module.__version__ == "x"
 
 
 # ---------------------------------------------------------------- on a card

@@ -245,7 +245,7 @@ def test_slots_of_windows_are_those_of_the_step(device: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_mla_backend": True}, "multi-head latent attention"),
+        ({"model_config": {"attention_arch": SimpleNamespace(name="MLA")}}, "multi-head latent attention"),
         ({"model_config": {"attention_chunk_size": 8192}}, "attention in chunks"),
         ({"model_config": {"is_encoder_decoder": True}, "page_size": 16}, "--page-size 16"),
         ({"model_config": {"head_dim": 100}}, "no kernel"),
@@ -280,8 +280,16 @@ def test_arguments_that_cannot_be_served() -> None:
             support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", **only))
     with pytest.raises(ValueError, match="--speculative-eagle-topk 4 with --page-size 16"):
         support.check_arguments(fake_sglang.server_args(speculative_eagle_topk=4, page_size=16))
-    support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", attention_backend="fa3"))
-    support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp8_e5m2", page_size=16))
+    latent = {"get_model_config": lambda: SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"))}
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        with pytest.raises(ValueError, match="multi-head latent attention"):
+            support.check_arguments(fake_sglang.server_args(**{"attention_backend": "fa3", name: "flashpage"} | latent))
+    draft = {"speculative_draft_attention_backend": "flashpage"}  # another model, which its runner checks
+    support.check_arguments(fake_sglang.server_args(attention_backend="fa3", **draft | latent))
+    support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", attention_backend="fa3", **latent))
+    usual = Scene(Form(), *DECODE, "cpu").runner().model_config
+    given = {"kv_cache_dtype": "fp8_e5m2", "page_size": 16, "get_model_config": lambda: usual}
+    support.check_arguments(fake_sglang.server_args(**given))
 
 
 def test_trees_are_not_drafted_with_windows() -> None:

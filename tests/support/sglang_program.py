@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import sys
 import unittest
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ OPTIONS: dict[str, Any] = {
 
 def check_answers(model: str) -> None:
     """What SGLang asks before a model is loaded, and its own lists of names."""
+    from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
     from sglang.srt.utils.common import support_triton
@@ -40,23 +42,27 @@ def check_answers(model: str) -> None:
     usual = {"model_path": model, "device": "cpu", "attention_backend": "flashpage"}
     arguments = ServerArgs(**usual, enable_deterministic_inference=True)
     assert not arguments.disable_radix_cache
+    arguments.check_server_args()
+    arguments.get_model_config().attention_arch = AttentionArch.MLA
+    refused(arguments.check_server_args, "multi-head latent attention")
     arguments.kv_cache_dtype = "fp4_e2m1"
-    try:
-        arguments.check_server_args()
-    except ValueError as error:
-        assert "--kv-cache-dtype fp4_e2m1" in str(error), error
-    else:
-        raise AssertionError("a cache of 4 bits was not refused")
+    refused(arguments.check_server_args, "--kv-cache-dtype fp4_e2m1")
     factory = DraftBackendFactory.__new__(DraftBackendFactory)
     vars(factory).update(draft_attn_backend="flashpage", speculative_num_steps=3, topk=1)
     steps = {"triton": factory._create_triton_decode_backend}
-    factory.draft_model_runner = SimpleNamespace(use_mla_backend=True)  # refused by our backend: it was chosen
+    config = SimpleNamespace(attention_arch=AttentionArch.MLA)
+    factory.draft_model_runner = SimpleNamespace(model_config=config, page_size=1)
+    names = "decode_attention_backend", steps, "{backend_type} is unknown"
+    refused(lambda: factory._create_backend(*names), "multi-head latent attention")  # by our backend: it was chosen
+
+
+def refused(call: Callable[[], object], reason: str) -> None:
     try:
-        factory._create_backend("decode_attention_backend", steps, "{backend_type} is unknown")
+        call()
     except ValueError as error:
-        assert "multi-head latent attention" in str(error), error
+        assert reason in str(error), error
     else:
-        raise AssertionError("a draft with latent attention was not refused")
+        raise AssertionError(f"not refused: {reason}")
 
 
 def check_kit() -> None:

@@ -110,10 +110,13 @@ class Scene:
             dtype=form.dtype,
             kv_cache_dtype=form.kv_type or form.dtype,
             page_size=form.page,
-            use_mla_backend=False,
             model=torch.nn.ModuleList([self.layer]),
             model_config=SimpleNamespace(
-                context_len=CONTEXT, head_dim=form.heads[2], is_encoder_decoder=form.encoder, attention_chunk_size=None
+                context_len=CONTEXT,
+                head_dim=form.heads[2],
+                is_encoder_decoder=form.encoder,
+                attention_chunk_size=None,
+                attention_arch=SimpleNamespace(name="MHA"),
             ),
             req_to_token_pool=SimpleNamespace(req_to_token=self.slots.to(self.device)),
             token_to_kv_pool=self.pool,

@@ -10,17 +10,13 @@ from ..plugin.refusal import refusal
 from .name import NAME
 
 _KV_CACHE_TYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
-_NAMES_OF_BACKENDS = (
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "speculative_draft_attention_backend",
-)
+_NAMES_OF_BACKENDS = "attention_backend", "prefill_attention_backend", "decode_attention_backend"
 
 
 def check_arguments(arguments: Any) -> None:
     """Checks SGLang's ServerArgs, before a model is loaded."""
-    if NAME not in (getattr(arguments, name, None) for name in _NAMES_OF_BACKENDS):
+    serves_model = NAME in (getattr(arguments, name, None) for name in _NAMES_OF_BACKENDS)
+    if not serves_model and arguments.speculative_draft_attention_backend != NAME:
         return
     if arguments.kv_cache_dtype not in _KV_CACHE_TYPES:
         raise ValueError(
@@ -33,26 +29,33 @@ def check_arguments(arguments: Any) -> None:
             f"--speculative-eagle-topk {topk} with --page-size {page_size}: flashpage drafts trees over pages of one "
             "token. Choose --page-size 1 or --speculative-eagle-topk 1."
         )
+    if serves_model:
+        check_model(arguments.get_model_config(), page_size)
 
 
-def check_runner(runner: Any) -> None:
-    """Checks the loaded model of a runner."""
-    if runner.use_mla_backend:
+def check_model(config: Any, page_size: int) -> None:
+    """Checks SGLang's ModelConfig, which is known before weights are loaded."""
+    if config.attention_arch.name == "MLA":
         raise ValueError(
             "this model has multi-head latent attention, which flashpage does not serve in SGLang. "
             "Choose another --attention-backend."
         )
-    config = runner.model_config
     if getattr(config, "attention_chunk_size", None):
         raise ValueError(
             "this model has layers with attention in chunks, which flashpage does not serve in SGLang. "
             "Choose another --attention-backend."
         )
-    if config.is_encoder_decoder and runner.page_size > 1:
+    if config.is_encoder_decoder and page_size > 1:
         raise ValueError(
-            f"--page-size {runner.page_size}: flashpage serves models with cross attention over pages of one token. "
+            f"--page-size {page_size}: flashpage serves models with cross attention over pages of one token. "
             "Choose --page-size 1."
         )
+
+
+def check_runner(runner: Any) -> None:
+    """Checks the loaded model of a runner, which may be a draft."""
+    config = runner.model_config
+    check_model(config, runner.page_size)
     device = torch.device(runner.device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability is not None and capability < (8, 0):

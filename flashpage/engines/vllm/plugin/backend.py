@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 import vllm
-from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
 from ...plugin.versions import warn_if_untested
 from . import support
@@ -16,17 +16,12 @@ warn_if_untested("vllm", vllm.__version__)
 _TYPES = (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
 
-class FlashpageBackend(AttentionBackend):
+class FlashpageBackend(support.Answers, AttentionBackend):
     """flashpage under the name CUSTOM."""
 
     forward_includes_kv_cache_update = False
     supports_kv_cache_update_bypass = True
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(support.CACHE_TYPES)
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
@@ -41,10 +36,6 @@ class FlashpageBackend(AttentionBackend):
         return FlashpageBuilder
 
     # ---------------------------------------------------------------- the cache
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(1)]
 
     @staticmethod
     def get_kv_cache_shape(
@@ -82,49 +73,19 @@ class FlashpageBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: Any,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
+    def refusal(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str, block_size: int | None, capability: Any
     ) -> str | None:
-        """The reason why no kernel serves such layers; the kernels themselves give it."""
-        if not (cls.supports_head_size(head_size) and cls.supports_dtype(dtype)) or use_mla:
-            return None  # vLLM has found a reason itself
-        return support.refusal(head_size, dtype, kv_cache_dtype or "auto", block_size or 16, device_capability)
+        return support.refusal(head_size, dtype, kv_cache_dtype, block_size or 16, capability)
 
 
-class InPlaceOfFlashAttn(FlashpageBackend):
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN"
+class InPlaceOfFlashAttn(FlashpageBackend, name="FLASH_ATTN"):
+    pass
 
 
-class InPlaceOfFlashInfer(FlashpageBackend):
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER"
+class InPlaceOfFlashInfer(FlashpageBackend, name="FLASHINFER"):
+    pass
 
 
-class InPlaceOfCpuAttn(FlashpageBackend):
-    """flashpage on the CPU, which has float32 too."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CPU_ATTN"
+class InPlaceOfCpuAttn(FlashpageBackend, name="CPU_ATTN"):
+    supported_dtypes = support.CPU_DTYPES

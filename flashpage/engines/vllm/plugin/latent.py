@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from ....kernels.options import Options, RunOptions
 from ....wrappers.append import append_paged_mla_kv_cache
@@ -177,11 +177,11 @@ def _write(latents: torch.Tensor, rotated: torch.Tensor, cache: torch.Tensor, sl
     append_paged_mla_kv_cache(latents[:count], rotated[:count], *places, *caches, *every_page, last_page_len)
 
 
-class FlashpageMLABackend(MLACommonBackend):
+class FlashpageMLABackend(support.Answers, MLACommonBackend):
     """flashpage in the places of the classes below."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    has_latent_rows = True
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
@@ -191,54 +191,20 @@ class FlashpageMLABackend(MLACommonBackend):
     def get_builder_cls() -> type[Any]:
         return FlashpageMLABuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(1)]
-
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: Any,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
+    def refusal(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str, block_size: int | None, capability: Any
     ) -> str | None:
-        """The reason why no kernel serves such layers; the kernels themselves give it."""
-        if not cls.supports_dtype(dtype) or not use_mla:
-            return None  # vLLM has found a reason itself
-        return support.latent_refusal(head_size, dtype, kv_cache_dtype or "auto", block_size or 64, device_capability)
+        return support.latent_refusal(head_size, dtype, kv_cache_dtype, block_size or 64, capability)
 
 
-class InPlaceOfFlashAttnMLA(FlashpageMLABackend):
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN_MLA"
+class InPlaceOfFlashAttnMLA(FlashpageMLABackend, name="FLASH_ATTN_MLA"):
+    pass
 
 
-class InPlaceOfFlashMLA(FlashpageMLABackend):
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHMLA"
+class InPlaceOfFlashMLA(FlashpageMLABackend, name="FLASHMLA"):
+    pass
 
 
-class InPlaceOfCpuMLA(FlashpageMLABackend):
-    """flashpage on the CPU, which has float32 too."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CPU_MLA"
+class InPlaceOfCpuMLA(FlashpageMLABackend, name="CPU_MLA"):
+    supported_dtypes = support.CPU_DTYPES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,10 +12,69 @@ from .. import cache_layout
 from .cache import element_type
 
 CACHE_TYPES = ("auto", "float16", "bfloat16", *cache_layout.FP8)
+CPU_DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 _STRIDE_ORDERS = {  # of [blocks, heads, page, 2 * head_dim], and with layers before
     "NHD": ((0, 2, 1, 3), (1, 0, 3, 2, 4)),
     "HND": ((0, 1, 2, 3), (1, 2, 0, 3, 4)),
 }
+
+
+class Answers:
+    """The answers of backends over K and V and of those over latent rows, before the answers of vLLM's own classes."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    has_latent_rows: ClassVar[bool] = False
+    _name: ClassVar[str] = "CUSTOM"
+
+    def __init_subclass__(cls, name: str = "", **given: Any) -> None:
+        """`name`: of the class of vLLM in whose place this one stands."""
+        super().__init_subclass__(**given)
+        if name:
+            cls._name = name
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls._name
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        from vllm.v1.attention.backend import MultipleOf
+
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """The reason why no kernel serves such layers; the kernels themselves give it."""
+        vllms: Any = cls  # the questions of vLLM's class
+        if use_mla != cls.has_latent_rows or not (vllms.supports_head_size(head_size) and vllms.supports_dtype(dtype)):
+            return None  # vLLM has found a reason itself
+        return cls.refusal(head_size, dtype, kv_cache_dtype or "auto", block_size, device_capability)
+
+    @classmethod
+    def refusal(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str, block_size: int | None, capability: Any
+    ) -> str | None:
+        """The reason why no kernel takes such layers; `block_size` None: vLLM has not chosen one yet."""
+        raise NotImplementedError
 
 
 def stride_order(layout: str, has_layers: bool) -> tuple[int, ...]:
