@@ -1,5 +1,5 @@
 // Conversions of single fp32, fp16 and bf16 values without branches, so that plain loops over them vectorise on any
-// x86-64. (The attention kernels' own conversions, of whole vectors, are in include/flashpage/cpu/.)
+// processor. (The attention kernels' own conversions, of whole vectors, are in include/flashpage/cpu/.)
 #pragma once
 #include <bit>
 

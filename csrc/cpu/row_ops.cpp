@@ -1,7 +1,10 @@
 #include "cpu/row_ops.h"
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
 
+#include "cpu/cpu_features.h"
 #include "cpu/elements.h"
 
 namespace flashpage::host {
@@ -24,6 +27,8 @@ template <class T>
 void store_baseline(T* out, const float* sum, float scale, int n) {
   store_loop(out, sum, scale, n);
 }
+
+#if defined(__x86_64__)
 
 template <class T>
 [[gnu::target("avx2,fma")]] void add_avx2(float* sum, const T* values, float weight, int n) {
@@ -54,12 +59,22 @@ template <class T>
 
 template <class T>
 RowOps<T> choose() {
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return {add_baseline<T>, store_baseline<T>};
+  const CpuFeatures& has = cpu_features();
+  if (!has.avx2 || !has.fma) return {add_baseline<T>, store_baseline<T>};
   if constexpr (is_same<T, Half>) {
-    if (__builtin_cpu_supports("f16c")) return {add_f16c, store_f16c};
+    if (has.f16c) return {add_f16c, store_f16c};
   }
   return {add_avx2<T>, store_avx2<T>};
 }
+
+#else
+
+template <class T>
+RowOps<T> choose() {
+  return {add_baseline<T>, store_baseline<T>};
+}
+
+#endif
 
 }  // namespace
 

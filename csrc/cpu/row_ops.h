@@ -1,4 +1,4 @@
-// The inner loops over elements of a row, for the current machine: plain x86-64, or AVX2 with half conversions.
+// The inner loops over elements of a row, for the current machine: plain x86-64 or Arm, or AVX2 with half conversions.
 #pragma once
 #include "flashpage/common/types.h"
 

@@ -1,6 +1,5 @@
 #include "cpu/threads.h"
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -28,6 +27,15 @@ constexpr int wakes_each =
 // Pauses before a thread sleeps: some 10 us, more than the gap between attention and its merge.
 constexpr int spin_pauses = 500;
 
+// Tells the core that this thread waits, so that the core's other thread runs faster.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif __has_builtin(__builtin_arm_isb)  // clang's; "yield" does nothing on most Arm cores
+  __builtin_arm_isb(15);
+#endif
+}
+
 // An integer to wait for: the thread spins for a few microseconds, then sleeps in the kernel. Waking takes a system
 // call only if a thread sleeps.
 struct Word {
@@ -37,7 +45,7 @@ struct Word {
   void wait_while(int seen) {
     for (int i = 0; i < spin_pauses; ++i) {
       if (value.load(std::memory_order_acquire) != seen) return;
-      _mm_pause();
+      pause();
     }
     sleepers.fetch_add(1);
     syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);

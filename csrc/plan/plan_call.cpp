@@ -4,6 +4,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cpu/cpu_features.h"
 #include "errors.h"
 #include "plan/slots.h"
 #include "python.h"
@@ -123,15 +124,18 @@ template <class T, bool is_copied>
 [[gnu::noinline]] int32_t look_at_baseline(const T* numbers, int64_t count, int32_t* copies) {
   return look_at<T, is_copied>(numbers, count, copies);
 }
+#if defined(__x86_64__)
 template <class T, bool is_copied>
 [[gnu::noinline, gnu::target("avx2")]] int32_t look_at_avx2(const T* numbers, int64_t count, int32_t* copies) {
   return look_at<T, is_copied>(numbers, count, copies);
 }
+#endif
 template <class T, bool is_copied>
-int32_t largest_page(const T* numbers, int64_t count, int32_t* copies) {  // x86-64's baseline has no maximum of int32
-  const bool has_avx2 = __builtin_cpu_supports("avx2");
-  return has_avx2 ? look_at_avx2<T, is_copied>(numbers, count, copies)
-                  : look_at_baseline<T, is_copied>(numbers, count, copies);
+int32_t largest_page(const T* numbers, int64_t count, int32_t* copies) {
+#if defined(__x86_64__)  // whose baseline has no maximum of int32
+  if (cpu_features().avx2) return look_at_avx2<T, is_copied>(numbers, count, copies);
+#endif
+  return look_at_baseline<T, is_copied>(numbers, count, copies);
 }
 
 int32_t largest_page(const dlpack::Tensor& tensor, const fp_batch& batch, int32_t* copies) {

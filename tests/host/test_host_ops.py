@@ -258,6 +258,11 @@ def test_every_form_of_the_row_loops_agrees() -> None:
     assert differences == 0
 
 
+def test_features_are_those_that_the_compiler_finds() -> None:
+    """The library reads the processor itself, so that compilers without such a run time can build it."""
+    assert ctypes.CDLL(str(shared_library("row_ops_check.cpp"))).count_wrong_features() == 0
+
+
 @pytest.mark.parametrize("element_type", [-1, 3])
 def test_an_unknown_element_type_is_reported(element_type: int) -> None:
     status = native.load().fp_cpu_merge_states(ctypes.byref(native.MergeStatesParams()), element_type)

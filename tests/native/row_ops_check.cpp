@@ -3,7 +3,9 @@
 #include <cmath>
 #include <random>
 
+#include "../../csrc/cpu/cpu_features.cpp"
 #include "../../csrc/cpu/row_ops.cpp"
+#include "../../csrc/errors.cpp"
 
 using namespace flashpage;
 using namespace flashpage::host;
@@ -35,8 +37,23 @@ static int differences(const RowOps<T>& ops, bool check_every_value) {
 }
 
 extern "C" int count_differences() {
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return -1;
+  const CpuFeatures& has = cpu_features();
+  if (!has.avx2 || !has.fma || !has.f16c) return -1;
   return differences<float>({add_avx2<float>, store_avx2<float>}, false) +
          differences<Bf16>({add_avx2<Bf16>, store_avx2<Bf16>}, true) +
          differences<Half>({add_avx2<Half>, store_avx2<Half>}, true) + differences<Half>({add_f16c, store_f16c}, true);
+}
+
+// The features of which the compiler's run time says something else.
+extern "C" int count_wrong_features() {
+  const CpuFeatures& has = cpu_features();
+  return (has.avx2 != (__builtin_cpu_supports("avx2") != 0)) + (has.fma != (__builtin_cpu_supports("fma") != 0)) +
+         (has.f16c != (__builtin_cpu_supports("f16c") != 0)) + (has.bmi2 != (__builtin_cpu_supports("bmi2") != 0)) +
+         (has.avx512f != (__builtin_cpu_supports("avx512f") != 0)) +
+         (has.avx512bw != (__builtin_cpu_supports("avx512bw") != 0)) +
+         (has.avx512cd != (__builtin_cpu_supports("avx512cd") != 0)) +
+         (has.avx512dq != (__builtin_cpu_supports("avx512dq") != 0)) +
+         (has.avx512vl != (__builtin_cpu_supports("avx512vl") != 0)) +
+         (has.avx512vnni != (__builtin_cpu_supports("avx512vnni") != 0)) +
+         (has.avx512bf16 != (__builtin_cpu_supports("avx512bf16") != 0)) + has.neon;
 }
