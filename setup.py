@@ -19,11 +19,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+import time
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    sys.exit("building flashpage needs setuptools 77 or newer: pip install 'setuptools>=77'")
 
 ROOT = Path(__file__).resolve().parent
 COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{ROOT / 'include'}"]
@@ -34,6 +40,9 @@ LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined", 
 EXPORTS = ROOT / "csrc" / "exports.map"
 LINK += [f"-Wl,--version-script={EXPORTS}"]
 LIBRARIES = ["-ldl", "-lpthread"]
+GLIBC = re.compile(rb"\0GLIBC_(\d+)\.(\d+)(?:\.\d+)?(?=\0)")  # versions of symbols, in the table of strings
+OLDEST_GLIBC = (2, 17)  # that installers know by this name
+MACHINES = {62: "x86_64", 183: "aarch64"}
 STRUCTS = ROOT / "flashpage" / "native" / "structs.py"  # written by csrc/abi_structs.py
 
 
@@ -48,6 +57,7 @@ def build_library(library: Path, objects: Path) -> None:
     except ValueError as error:
         sys.exit(f"the compiler is {wanted!r} (FLASHPAGE_CXX, CXX): {error}")
     objects.mkdir(parents=True, exist_ok=True)
+    started = time.time_ns()
     with open(objects / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         structs, assertions = _abi_structs()
@@ -58,7 +68,17 @@ def build_library(library: Path, objects: Path) -> None:
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(lambda pair: _compile(command, *pair), zip(sources, targets, strict=True)))
         _link(compiler, targets, library, objects / "link.command")
+        _write_sources(objects, targets, library.with_suffix(".sources"), started)
         _write_if_different(STRUCTS, structs)
+
+
+def _write_sources(objects: Path, targets: list[Path], path: Path, started: int) -> None:
+    """Lists the files of the checkout that the library was made from, dated to the build's start. An import warns if
+    one of them is newer (flashpage/native/library.py)."""
+    files = {EXPORTS, *(file for target in targets for file in _files_read(target.with_suffix(".d")))}
+    names = [os.path.relpath(file, ROOT) for file in files if file.is_relative_to(ROOT) and objects not in file.parents]
+    path.write_text("\n".join(sorted(names)) + "\n")
+    os.utime(path, ns=(started, started))
 
 
 def _abi_structs() -> tuple[str, str]:
@@ -160,6 +180,20 @@ def _paths_module():
     return _module(ROOT / "flashpage" / "base" / "paths.py")
 
 
+def platform_tag(libraries: list[Path]) -> str:
+    """The machine that the libraries are for, and the oldest glibc that has all that they need (PEP 600).
+
+    Without libraries, as in an editable install, and without glibc: this machine, which no registry accepts.
+    """
+    texts = [library.read_bytes() for library in libraries]
+    versions = [tuple(map(int, found)) for text in texts for found in GLIBC.findall(text)]
+    if not versions:
+        return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    (machine,) = {int.from_bytes(text[18:20], "little") for text in texts}  # e_machine of an ELF file
+    major, minor = max([OLDEST_GLIBC, *versions])
+    return f"manylinux_{major}_{minor}_{MACHINES[machine]}"
+
+
 class BuildHost(Command):
     """Builds the host library in the checkout."""
 
@@ -215,7 +249,8 @@ class BuildWheel(bdist_wheel):
         self.distribution.aot = self.aot
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", "linux_x86_64"
+        folder = Path(self.get_finalized_command("build").build_lib) / "flashpage"
+        return "py3", "none", platform_tag(sorted(folder.rglob("*.so")))
 
 
 class PlatformDistribution(Distribution):

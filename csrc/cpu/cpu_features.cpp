@@ -77,9 +77,18 @@ int32_t fp_cpu_features(char* text, int32_t size) {
     const char* name;  // of the compiler's -m option
     bool present;
   } features[] = {
-      {"avx2", has.avx2},         {"fma", has.fma},           {"f16c", has.f16c},         {"bmi2", has.bmi2},
-      {"avx512f", has.avx512f},   {"avx512bw", has.avx512bw}, {"avx512cd", has.avx512cd}, {"avx512dq", has.avx512dq},
-      {"avx512vl", has.avx512vl}, {"avx512vnni", has.avx512vnni}, {"avx512bf16", has.avx512bf16}, {"neon", has.neon},
+      {"avx2", has.avx2},
+      {"fma", has.fma},
+      {"f16c", has.f16c},
+      {"bmi2", has.bmi2},
+      {"avx512f", has.avx512f},
+      {"avx512bw", has.avx512bw},
+      {"avx512cd", has.avx512cd},
+      {"avx512dq", has.avx512dq},
+      {"avx512vl", has.avx512vl},
+      {"avx512vnni", has.avx512vnni},
+      {"avx512bf16", has.avx512bf16},
+      {"neon", has.neon},
   };
   std::string found;
   for (const auto& feature : features) {

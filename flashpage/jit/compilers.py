@@ -47,7 +47,7 @@ class Compiler:
             # Contraction is what CUDA does too; the math flags drop errno and traps, not NaN and infinity.
             math = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
             assert isinstance(target.arch, str)
-            features = [f"-m{feature}" for feature in CPU_LEVELS[target.arch]]
+            features = [f"-m{feature}" for feature in CPU_LEVELS[target.arch] if feature != "neon"]  # needs no flag
             runtime = ["-static-libstdc++", "-static-libgcc"]  # a wheel's kernels run on any distribution
             return ["-std=c++20", "-O3", "-fPIC", "-shared", *math, *features, *runtime]
         virtual = target.name.replace("sm_", "compute_")

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from ..kernels.spec import KernelSpec
 
 # Best first: the features a machine must have, which are the compiler's -m flags too (never -march=native: a cache is
-# copied between machines). Each level includes the ones after it.
+# copied between machines). Each level of x86-64 includes the ones after it; all 64-bit Arm processors have NEON.
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 CPU_LEVELS: dict[str, tuple[str, ...]] = {
     "avx512bf16": (*_AVX2, *_AVX512, "avx512bf16"),
     "avx512": (*_AVX2, *_AVX512),
     "avx2": _AVX2,
+    "neon": ("neon",),
 }
 _SM = re.compile(r"(?:sm_)?([1-9][0-9]{1,2})a?")
 PTX = f"compute_{PTX_SM}"  # of a general kernel: the driver compiles it for a card that has no cubin
@@ -105,7 +106,7 @@ def runnable(device_index: int | None) -> tuple[Target, ...]:
     levels = [level for level, needs in CPU_LEVELS.items() if found.issuperset(needs)]
     if not levels:
         missing = ", ".join(feature for feature in _AVX2 if feature not in found)
-        raise DeviceError(f"this CPU cannot run flashpage's kernels: it lacks {missing} (x86-64 with AVX2 is needed)")
+        raise DeviceError(f"this CPU cannot run flashpage's kernels: it lacks {missing} (x86-64 needs AVX2)")
     return tuple(Target("cpu", level) for level in levels)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,8 @@ def load() -> ctypes.CDLL:
         raise FlashpageError(f"the host library {path} is missing: {_BUILD}")
     library = ctypes.CDLL(str(path))
     _check_fingerprint(library, path)
+    if newer := _newer_source(path):
+        warnings.warn(f"the host library is older than {newer}: {_BUILD}", RuntimeWarning, stacklevel=2)
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype = result
@@ -118,6 +121,19 @@ def load() -> ctypes.CDLL:
     if threads is not None:
         library.fp_cpu_set_threads(threads)
     return library
+
+
+def _newer_source(library: Path) -> str | None:
+    """In a checkout, a file that has changed since the library was made from it. A wheel has no such list."""
+    listed = library.with_suffix(".sources")  # written by setup.py, dated to the build's start
+    try:
+        built = listed.stat().st_mtime_ns
+        for name in listed.read_text().splitlines():
+            if (paths.PACKAGE.parent / name).stat().st_mtime_ns > built:
+                return name
+    except OSError:
+        return None  # no list, or a file that is gone: the build would say so
+    return None
 
 
 def _check_fingerprint(library: ctypes.CDLL, path: Path) -> None:

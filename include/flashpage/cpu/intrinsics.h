@@ -1,13 +1,13 @@
-// Instructions that GCC's vector extensions cannot express, named after what they do; mask_lanes.h has those on masks.
+// Instructions that vector extensions cannot express, named after what they do; mask_lanes.h has those on masks.
 #pragma once
-#if defined(__AVX512F__)  // its builtins differ between releases of GCC
+#if defined(__AVX512F__) || defined(__clang__) && defined(__AVX2__)  // its builtins differ between compilers' releases
 #include <immintrin.h>
 #endif
 
 #include "flashpage/common/types.h"
 
-#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
-#error "flashpage's CPU kernels need AVX2, FMA and F16C"
+#if !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)) && !defined(__ARM_NEON)
+#error "flashpage's CPU kernels need AVX2, FMA and F16C, or NEON"
 #endif
 
 namespace flashpage::cpu {
@@ -18,7 +18,7 @@ inline constexpr int num_lanes = 16;
 inline constexpr int num_lanes = 8;
 #endif
 
-// One vector register of 32-bit lanes.
+// One vector register of 32-bit lanes, or two of NEON's 32: enough for what AVX2 does with its 16.
 using FloatLanes = float __attribute__((vector_size(num_lanes * 4)));
 using IntLanes = i32 __attribute__((vector_size(num_lanes * 4)));
 using ShortLanes = u16 __attribute__((vector_size(num_lanes * 2)));
@@ -40,19 +40,49 @@ inline FloatLanes round_down(FloatLanes x) {
 
 #else
 
+#if defined(__ARM_NEON)
+
+using HalfLanes = __fp16 __attribute__((vector_size(num_lanes * 2)));
+inline FloatLanes half_to_float(ShortLanes bits) { return __builtin_convertvector((HalfLanes)bits, FloatLanes); }
+inline ShortLanes float_to_half(FloatLanes x) { return (ShortLanes) __builtin_convertvector(x, HalfLanes); }
+inline FloatLanes square_root(FloatLanes x) {
+  for (int i = 0; i < num_lanes; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+}
+inline FloatLanes round_down(FloatLanes x) {
+  for (int i = 0; i < num_lanes; ++i) x[i] = __builtin_floorf(x[i]);
+  return x;
+}
+
+#elif defined(__clang__)
+
+inline FloatLanes half_to_float(ShortLanes bits) { return (FloatLanes)_mm256_cvtph_ps((__m128i)bits); }
+inline ShortLanes float_to_half(FloatLanes x) {
+  return (ShortLanes)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline FloatLanes square_root(FloatLanes x) { return (FloatLanes)_mm256_sqrt_ps((__m256)x); }
+inline FloatLanes round_down(FloatLanes x) {
+  return (FloatLanes)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+
+#else
+
 // GCC's own builtins: with <immintrin.h> a compile would take half as long again.
 using SignedShortLanes = short __attribute__((vector_size(num_lanes * 2)));
 inline constexpr int to_nearest = 8, to_negative_infinity = 9;  // without exceptions
 
 inline FloatLanes half_to_float(ShortLanes bits) { return __builtin_ia32_vcvtph2ps256((SignedShortLanes)bits); }
 inline ShortLanes float_to_half(FloatLanes x) { return (ShortLanes)__builtin_ia32_vcvtps2ph256(x, to_nearest); }
+inline FloatLanes square_root(FloatLanes x) { return __builtin_ia32_sqrtps256(x); }
+inline FloatLanes round_down(FloatLanes x) { return __builtin_ia32_roundps256(x, to_negative_infinity); }
+
+#endif
+
 // Multiplies by two factors, because 2^n alone can leave the exponent's range while the product does not.
 inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
   const IntLanes power = __builtin_convertvector(n, IntLanes), half = power >> 1, rest = power - half;
   return x * (FloatLanes)((half + 127) << 23) * (FloatLanes)((rest + 127) << 23);
 }
-inline FloatLanes square_root(FloatLanes x) { return __builtin_ia32_sqrtps256(x); }
-inline FloatLanes round_down(FloatLanes x) { return __builtin_ia32_roundps256(x, to_negative_infinity); }
 
 #endif
 

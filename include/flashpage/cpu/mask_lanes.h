@@ -1,5 +1,5 @@
-// Masks: a bit for each lane in a mask register (AVX-512), or lanes of -1 and 0 (AVX2). Comparisons of GCC's vectors
-// are not used: on AVX-512, GCC takes combinations of them apart lane by lane.
+// Masks: a bit for each lane in a mask register (AVX-512), or lanes of -1 and 0 (AVX2, NEON). Comparisons of GCC's
+// vectors are not used: on AVX-512, GCC takes combinations of them apart lane by lane.
 #pragma once
 #include "flashpage/cpu/intrinsics.h"
 
@@ -40,12 +40,25 @@ inline MaskLanes mask_of_bits(u32 bits) {
   const IntLanes bit = {1, 2, 4, 8, 16, 32, 64, 128};
   return {(static_cast<i32>(bits) & bit) == bit};
 }
-inline u32 bits_of(MaskLanes mask) { return __builtin_ia32_movmskps256((FloatLanes)mask.lanes); }
+inline u32 bits_of(MaskLanes mask) {
+#if defined(__AVX2__)
+  return __builtin_ia32_movmskps256((FloatLanes)mask.lanes);
+#else
+  const IntLanes bit = mask.lanes & IntLanes{1, 2, 4, 8, 16, 32, 64, 128};
+  u32 bits = 0;
+  for (int i = 0; i < num_lanes; ++i) bits |= bit[i];
+  return bits;
+#endif
+}
 inline MaskLanes operator&(MaskLanes a, MaskLanes b) { return {a.lanes & b.lanes}; }
 inline MaskLanes operator|(MaskLanes a, MaskLanes b) { return {a.lanes | b.lanes}; }
 inline MaskLanes operator^(MaskLanes a, MaskLanes b) { return {a.lanes ^ b.lanes}; }
 inline IntLanes blend(MaskLanes mask, IntLanes yes, IntLanes no) {
+#if defined(__AVX2__)
   return (IntLanes)__builtin_ia32_blendvps256((FloatLanes)no, (FloatLanes)yes, (FloatLanes)mask.lanes);
+#else
+  return (yes & mask.lanes) | (no & ~mask.lanes);
+#endif
 }
 
 #define FP_COMPARE(name, float_predicate, int_predicate, vector_operator)             \
