@@ -1,0 +1,217 @@
+"""Makes the files of a release, and tries each where nothing else is installed: `python .ci/release.py` (`make release`).
+
+The committed tree is packed as an sdist, and wheels for x86_64 and aarch64 are made from it, with the CPU kernels of
+aot/specs.py inside. zig compiles the host library against an old glibc, and everything of aarch64. A file passes if
+twine accepts its metadata, if auditwheel finds that it runs on manylinux_2_28 or older, and if it works after
+`pip install` in an empty environment with an empty HOME, neither g++ nor nvcc on PATH: the README's ten lines, the demo
+and a model of transformers. The files are in build/release/dist; the table at the end says what was tried.
+
+FLASHPAGE_ARM_PYTHON is a command that starts an aarch64 Python with torch, for instance in qemu-aarch64; without it the
+wheel of aarch64 is made but not tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "build" / "release"
+DIST = OUT / "dist"
+GLIBC = (2, 28)
+TOOLS = ("auditwheel", "twine", "ziglang")
+KERNELS = {"x86_64": "avx2,avx512", "aarch64": "neon"}
+README_EXAMPLE = re.compile(r"```python\n(.*?)```\s*```text\n(.*?)```", re.DOTALL)
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    what: str
+    seconds: float
+    result: str
+
+
+class Release:
+    def __init__(self, only: str | None) -> None:
+        self.rows: list[Row] = []
+        self.only = only
+        self.tools = OUT / "tools" / "bin" / "python"
+
+    def step(
+        self, what: str, *command: object, env: Mapping[str, str] | None = None, cwd: Path = ROOT, expected: str = ""
+    ) -> str:
+        """Runs a command, adds a row, and returns its output. A failure is shown at once, and ends nothing."""
+        print(f"== {what}", flush=True)
+        start = time.monotonic()
+        done = subprocess.run(
+            [str(part) for part in command], env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        passed = done.returncode == 0 and expected in done.stdout
+        if not passed:
+            print(done.stdout[-4000:], flush=True)
+        self.rows.append(Row(what, time.monotonic() - start, "passed" if passed else f"FAILED ({done.returncode})"))
+        return done.stdout
+
+    def note(self, what: str, problem: str) -> None:
+        """A row of a check that runs no command."""
+        self.rows.append(Row(what, 0, f"FAILED: {problem}" if problem else "passed"))
+
+    # ------------------------------------------------------------ making
+
+    def check_version(self, is_draft: bool) -> None:
+        """One version in all places, a heading for it in the changelog, and nothing that is not committed."""
+        version = found(r'^version = "(.*)"', "pyproject.toml")
+        others = {
+            "flashpage/base/version.py": found(r'^VERSION = "(.*)"', "flashpage/base/version.py"),
+            "CITATION.cff": found(r"^version: (.*)", "CITATION.cff"),
+        }
+        self.note("one version", "".join(f" {name} has {v}" for name, v in others.items() if v != version))
+        if is_draft:
+            return
+        changes = (ROOT / "CHANGELOG.md").read_text()
+        open_changes = re.search(r"^## Unreleased\n+(?!## )\S", changes, re.MULTILINE)
+        has_heading = re.search(rf"^## {re.escape(version)}\b", changes, re.MULTILINE)
+        self.note("CHANGELOG.md", "" if has_heading and not open_changes else f"put all changes under ## {version}")
+        tags = subprocess.run(["git", "tag", "--list", f"v{version}"], cwd=ROOT, capture_output=True, text=True).stdout
+        self.note("the tag is new", f"v{version} exists: raise the version" if tags else "")
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
+        self.note("all is committed", f"{len(changed.splitlines())} files are not" if changed else "")
+
+    def install_tools(self) -> None:
+        if not self.tools.exists():
+            self.step("tools: environment", sys.executable, "-m", "venv", OUT / "tools")
+        pins = ROOT / "constraints.txt"
+        self.step("tools: install", self.tools, "-m", "pip", "install", "-q", "-c", pins, *TOOLS)
+
+    def make_sdist(self) -> Path:
+        """The sdist of the last commit; returns the folder that it unpacks to."""
+        tree = OUT / "tree"
+        tree.mkdir()
+        archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", str(tree)], input=archive, check=True)
+        self.step("sdist", sys.executable, "-m", "build", "-q", "--sdist", "--no-isolation", "-o", DIST, ".", cwd=tree)
+        (sdist,) = DIST.glob("*.tar.gz")
+        with tarfile.open(sdist) as packed:
+            packed.extractall(OUT / "unpacked", filter="data")
+        (unpacked,) = (OUT / "unpacked").iterdir()
+        self.step("sdist: make help", "make", "help", cwd=unpacked, expected="make demo")
+        return unpacked
+
+    def make_wheel(self, machine: str, unpacked: Path) -> Path | None:
+        """g++ compiles the kernels of this machine, because its code is what the tests run."""
+        tree = OUT / machine
+        shutil.copytree(unpacked, tree)
+        zig = f"{self.tools} -m ziglang c++ -target {machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]} -s"
+        variable = "CXX" if machine == os.uname().machine else "FLASHPAGE_CXX"
+        environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "FLASHPAGE_CXX")} | {variable: zig}
+        option = f"--config-settings=--build-option=--aot={KERNELS[machine]}"
+        pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", option)
+        self.step(f"{machine}: wheel", *pip, "-w", DIST, tree, env=environment)
+        wheel = next(DIST.glob(f"*{machine}.whl"), None)
+        if wheel is not None:
+            self.audit(wheel)
+        return wheel
+
+    def audit(self, wheel: Path) -> None:
+        """auditwheel's own tag is old enough, and the file has it in its name."""
+        name = f"{wheel.name} ({wheel.stat().st_size / 1e6:.2f} MB)"
+        shown = self.step(f"auditwheel show {name}", self.tools, "-m", "auditwheel", "show", wheel)
+        tags = [(int(a), int(b)) for a, b in re.findall(r'manylinux_(\d+)_(\d+)_\w+"', shown)]
+        problem = "" if tags and max(tags) <= GLIBC else f"auditwheel says {tags}"
+        named = re.search(r"manylinux_(\d+)_(\d+)_", wheel.name)
+        if not problem and (named is None or not max(tags) <= (int(named[1]), int(named[2])) <= GLIBC):
+            problem = "its name says something else"
+        self.note(f"{wheel.name} runs on manylinux_{GLIBC[0]}_{GLIBC[1]}", problem)
+
+    # ------------------------------------------------------------ trying
+
+    def try_in_an_empty_environment(self, file: Path) -> None:
+        """Installs a wheel, or the sdist, with all that it depends on; then runs programs without compilers."""
+        folder = OUT / f"try-{file.name}"
+        home = folder / "home"
+        home.mkdir(parents=True)
+        python = folder / "venv" / "bin" / "python"
+        kind = "sdist" if file.suffix == ".gz" else "wheel"
+        self.step(f"{kind}: empty environment", sys.executable, "-m", "venv", folder / "venv")
+        building = {"HOME": str(home), "PATH": os.environ["PATH"] if kind == "sdist" else "/nonexistent"}
+        kept = ("PIP_", "SSL_", "REQUESTS_", "http", "HTTP")
+        building |= {name: value for name, value in os.environ.items() if name.startswith(kept)}
+        self.step(f"{kind}: pip install FILE[hf]", python, "-m", "pip", "install", "-q", f"{file}[hf]", env=building)
+        environment = {"HOME": str(home), "PATH": os.environ["PATH"] if kind == "sdist" else "/nonexistent"}
+        self.try_programs(kind, [str(python)], environment, folder)
+
+    def try_on_arm(self, wheel: Path) -> None:
+        command = os.environ.get("FLASHPAGE_ARM_PYTHON")
+        if not command:
+            self.rows.append(Row("aarch64: programs", 0, "not tried: FLASHPAGE_ARM_PYTHON is not set"))
+            return
+        folder = OUT / f"try-{wheel.name}"
+        (folder / "home").mkdir(parents=True)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder / "installed")
+        environment = {"HOME": str(folder / "home"), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder / "installed")}
+        self.try_programs("aarch64", shlex.split(command), environment | {"FLASHPAGE_JIT": "off"}, folder)
+
+    def try_programs(self, kind: str, python: list[str], environment: dict[str, str], folder: Path) -> None:
+        readme = README_EXAMPLE.search((ROOT / "README.md").read_text())
+        assert readme, "README.md has no python block followed by a text block"
+        (folder / "ten_lines.py").write_text(readme[1])
+        for what, command, expected in (
+            ("the README's ten lines", ["ten_lines.py"], readme[2]),
+            ("flashpage demo", ["-m", "flashpage", "demo"], ""),
+            ("flashpage info", ["-m", "flashpage", "info"], ""),
+            ("a model of transformers", [ROOT / "examples" / "transformers_generate.py"], ""),
+            ("every CPU kernel against torch", [ROOT / ".ci" / "small_table.py"], "all agree"),
+        ):
+            if kind == "aarch64" and "transformers" in what:
+                continue
+            self.step(f"{kind}: {what}", *python, *command, env=environment, cwd=folder, expected=expected)
+
+
+def found(pattern: str, name: str) -> str:
+    match = re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
+    return match[1] if match else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--draft", action="store_true", help="allow open changes in CHANGELOG.md and uncommitted files")
+    parser.add_argument("--only", choices=sorted(KERNELS), help="one machine's wheel")
+    given = parser.parse_args()
+    for old in OUT.glob("*") if OUT.exists() else ():
+        if old.name != "tools":
+            shutil.rmtree(old)
+    DIST.mkdir(parents=True)
+    release = Release(given.only)
+    release.check_version(given.draft)
+    release.install_tools()
+    unpacked = release.make_sdist()
+    machines = [given.only] if given.only else sorted(KERNELS)
+    wheels = {machine: release.make_wheel(machine, unpacked) for machine in machines}
+    release.step("twine check --strict", release.tools, "-m", "twine", "check", "--strict", *sorted(DIST.iterdir()))
+    for machine, wheel in wheels.items():
+        if wheel is not None and machine == os.uname().machine:
+            release.try_in_an_empty_environment(wheel)
+        elif wheel is not None:
+            release.try_on_arm(wheel)
+    release.try_in_an_empty_environment(next(DIST.glob("*.tar.gz")))
+    print()
+    for row in release.rows:
+        print(f"{row.seconds:7.1f} s  {row.what:72s} {row.result}")
+    return int(any(row.result.startswith("FAILED") for row in release.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
