@@ -131,7 +131,7 @@ class Release:
         tags = [(int(a), int(b)) for a, b in re.findall(r'manylinux_(\d+)_(\d+)_\w+"', shown)]
         problem = "" if tags and max(tags) <= GLIBC else f"auditwheel says {tags}"
         named = re.search(r"manylinux_(\d+)_(\d+)_", wheel.name)
-        if not problem and (named is None or not max(tags) <= (int(named[1]), int(named[2])) <= GLIBC):
+        if not problem and (named is None or (int(named[1]), int(named[2])) > GLIBC):
             problem = "its name says something else"
         self.note(f"{wheel.name} runs on manylinux_{GLIBC[0]}_{GLIBC[1]}", problem)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from .. import kernels
 from ..base import paths
 from ..base.errors import CompileError
+from ..kernels.kernel import AttentionKernel
 from ..kernels.spec import KernelSpec
 from ..variants.source import render as render_variant
 
@@ -37,7 +38,7 @@ def render(spec: KernelSpec) -> str:
     if kernel is None:
         known = ", ".join(found.name for found in (*kernels.ATTENTION, *kernels.OTHERS))
         raise CompileError(f"kernel {spec.kernel!r} of {spec.name} is not known: flashpage/kernels has {known}")
-    if isinstance(kernel, kernels.AttentionKernel) and spec.tile is None:
+    if isinstance(kernel, AttentionKernel) and spec.tile is None:
         raise CompileError(f"spec {spec.name} has no tile: {kernel.name} needs one, as plans choose it.")
     template = _environment(paths.templates_dir()).get_template(name)
     variant = render_variant(spec.variant) if kernel.has_variant else ""

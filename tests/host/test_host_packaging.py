@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -16,9 +17,14 @@ from pathlib import Path
 
 import programs
 import pytest
+import torch
 
 from aot import specs
 from flashpage import jit
+from flashpage.base.dtypes import DType
+from flashpage.kernels.choose import choose
+from flashpage.kernels.options import Options
+from flashpage.kernels.work import Problem
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +97,6 @@ def wheel(checkout: Path) -> Path:
 
 
 def test_one_wheel_for_every_python(checkout: Path, wheel: Path) -> None:
-    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         dist_info = next(n for n in names if n.endswith(".dist-info/WHEEL")).rpartition("/")[0]
@@ -110,6 +115,18 @@ def test_one_wheel_for_every_python(checkout: Path, wheel: Path) -> None:
     built = {"flashpage/lib/libflashpage.so", "flashpage/native/structs.py"}
     assert sources | modules | built | {"flashpage/py.typed"} <= names
     assert not any(n.startswith(("tests/", "csrc/", "aot/", "flashpage/aot_kernels/")) for n in names)
+
+
+def test_the_tag_says_which_glibc_is_needed(wheel: Path, tmp_path: Path) -> None:
+    """An installer of an older system refuses the file, where the library could not be loaded."""
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.extract("flashpage/lib/libflashpage.so", tmp_path)
+    versions = subprocess.run(["readelf", "-V", library], capture_output=True, text=True, check=True).stdout
+    needed = max((int(a), int(b)) for a, b in re.findall(r"Name: GLIBC_(\d+)\.(\d+)", versions))
+    major, minor = max(needed, (2, 17))
+    assert wheel.name.endswith(f"-py3-none-manylinux_{major}_{minor}_{os.uname().machine}.whl")
+    audit = subprocess.run([sys.executable, "-m", "auditwheel", "show", wheel], capture_output=True, text=True)
+    assert f'"manylinux_{major}_{minor}_{os.uname().machine}"' in audit.stdout.replace("\n", " "), audit
 
 
 def test_the_library_needs_only_the_c_library(wheel: Path, tmp_path: Path) -> None:
@@ -148,8 +165,10 @@ print(paths.PACKAGE, paths.fingerprint())
 
 
 def test_a_wheel_with_kernels_runs_without_a_compiler(checkout: Path, wheel: Path, tmp_path: Path) -> None:
-    """Built with --aot after the other one, whose objects are used again; it runs with nothing on PATH."""
-    spec, manifest = specs.cpu_specs()[0], tmp_path / "used.json"
+    """Built with --aot after the other one, whose objects are used again; the README's lines run with nothing on PATH."""
+    decode = Options("paged", 32, 8, 128, 128, 16, *[DType.FLOAT32] * 3, uniform_q_len=1)
+    spec, manifest = choose(Problem(decode, 4), torch.device("cpu")).spec, tmp_path / "used.json"
+    assert spec in specs.cpu_specs()
     jit.write_manifest(manifest, [(spec, jit.Target("cpu", "avx2"))])
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     command += [f"--config-settings=--build-option=--aot={manifest}"]  # pip of Python 3.10 does not know -C
@@ -157,12 +176,12 @@ def test_a_wheel_with_kernels_runs_without_a_compiler(checkout: Path, wheel: Pat
     (with_kernels,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(with_kernels) as archive:
         archive.extractall(tmp_path / "installed")
-    code = f"""
-import json, sys, flashpage
-from flashpage.jit import get_kernel
-from flashpage.jit.manifest import parse_spec
+    example = re.search(r"```python\n(.*?)```\s*```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example
+    code = f"""{example[1]}
+import sys
 assert flashpage.__file__.startswith({str(tmp_path / "installed")!r})
-print(get_kernel(parse_spec(json.loads({json.dumps(spec.to_json())!r}))).target.name, "jinja2" in sys.modules)
+assert "jinja2" not in sys.modules
 """
     environment = {
         "PATH": "",
@@ -170,8 +189,16 @@ print(get_kernel(parse_spec(json.loads({json.dumps(spec.to_json())!r}))).target.
         "FLASHPAGE_CACHE_DIR": str(tmp_path / "cache"),
     }
     out = programs.run(["-c", code], env=environment, cwd=tmp_path)
-    assert (out.stdout, out.returncode) == ("avx2 False\n", 0), out.stderr
+    assert (out.stdout, out.returncode) == (example[2], 0), out.stderr
     assert not (tmp_path / "cache").exists()
+
+
+def test_an_old_setuptools_is_named(tmp_path: Path) -> None:
+    """In one sentence, as without build isolation the environment's own setuptools builds."""
+    code = "import sys; sys.modules['setuptools.command.bdist_wheel'] = None; import runpy; runpy.run_path(sys.argv[1])"
+    result = subprocess.run([sys.executable, "-c", code, ROOT / "setup.py"], cwd=tmp_path, capture_output=True, text=True)
+    expected = "building flashpage needs setuptools 77 or newer: pip install 'setuptools>=77'\n"
+    assert (result.returncode, result.stderr) == (1, expected)
 
 
 def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
