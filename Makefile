@@ -7,7 +7,7 @@ CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 'tests/bench/*.cu' 2>/dev/null)
 
 .PHONY: help venv docs docs-check demo test test-fast fuzz soak sanitize bench lint lint-ruff lint-format lint-cpp \
-  lint-types format aot clean
+  lint-types format aot release clean
 
 help:
 	@echo 'make demo    a small model decodes a batch through paged KV; its tokens are checked against torch'
@@ -21,6 +21,7 @@ help:
 	@echo 'make format  format every file in place'
 	@echo 'make docs    build the pages of docs/ into build/site; docs-check reads them in a headless browser'
 	@echo 'make aot     build the kernels of the AOT list into flashpage/aot_kernels'
+	@echo 'make release  sdist and wheels, each tried in an empty environment (ARGS=--draft before the changelog is ready)'
 	@echo 'make clean   remove what make built (the kernel cache stays: `flashpage cache clear`)'
 
 venv:
@@ -61,6 +62,10 @@ docs-check: docs
 aot: venv
 	@$(PY) -m flashpage build $(ARGS)
 
+# Heavy: it downloads what an empty environment needs, torch among it.
+release: venv
+	@$(PY) .ci/release.py $(ARGS)
+
 # All four, also where one fails. .pre-commit-config.yaml runs the same targets one by one.
 lint:
 	@$(MAKE) --no-print-directory --keep-going lint-ruff lint-format lint-cpp lint-types
@@ -76,6 +81,7 @@ lint-cpp: venv
 
 lint-types: venv
 	@$(PY) -m mypy
+	@mkdir -p build && sed -n '/^```python/,/^```$$/p' README.md | sed '/^```/d' >build/readme.py && $(PY) -m mypy build/readme.py
 
 format: venv
 	$(PY) -m ruff check --fix .

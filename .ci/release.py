@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "release"
 DIST = OUT / "dist"
 GLIBC = (2, 28)
-TOOLS = ("auditwheel", "twine", "ziglang")
+TOOLS = ("auditwheel", "mypy", "pyright", "twine", "ziglang")
 KERNELS = {"x86_64": "avx2,avx512", "aarch64": "neon"}
 README_EXAMPLE = re.compile(r"```python\n(.*?)```\s*```text\n(.*?)```", re.DOTALL)
 
@@ -151,6 +151,12 @@ class Release:
         self.step(f"{kind}: pip install FILE[hf]", python, "-m", "pip", "install", "-q", f"{file}[hf]", env=building)
         environment = {"HOME": str(home), "PATH": os.environ["PATH"] if kind == "sdist" else "/nonexistent"}
         self.try_programs(kind, [str(python)], environment, folder)
+
+        if kind == "wheel":
+            mypy = (self.tools, "-m", "mypy", "--strict", f"--python-executable={python}")
+            self.step("wheel: mypy --strict of the ten lines", *mypy, "ten_lines.py", cwd=folder)
+            pyright = (self.tools, "-m", "pyright", f"--pythonpath={python}")
+            self.step("wheel: pyright of the ten lines", *pyright, "ten_lines.py", cwd=folder)
 
     def try_on_arm(self, wheel: Path) -> None:
         command = os.environ.get("FLASHPAGE_ARM_PYTHON")
