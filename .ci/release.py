@@ -1,4 +1,4 @@
-"""Makes the files of a release, and tries each where nothing else is installed: `python .ci/release.py` (`make release`).
+"""Makes the files of a release, and tries each where nothing else is installed: `make release`.
 
 The committed tree is packed as an sdist, and wheels for x86_64 and aarch64 are made from it, with the CPU kernels of
 aot/specs.py inside. zig compiles the host library against an old glibc, and everything of aarch64. A file passes if
@@ -56,7 +56,12 @@ class Release:
         print(f"== {what}", flush=True)
         start = time.monotonic()
         done = subprocess.run(
-            [str(part) for part in command], env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [str(part) for part in command],
+            env=env,
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         passed = done.returncode == 0 and expected in done.stdout
         if not passed:

@@ -1,4 +1,4 @@
-"""Compares the CPU kernels of a wheel with torch: each element type and head dim, decode and prefill. For release.py."""
+"""Compares the CPU kernels of a wheel with torch, by element type, head dim and rows. release.py runs it."""
 
 import itertools
 

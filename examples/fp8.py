@@ -18,5 +18,5 @@ for dtype in (torch.bfloat16, torch.float8_e4m3fn):
     wrapper.plan(*arrays, 8, 2, 128, 16, q_data_type=torch.bfloat16, kv_data_type=dtype)
     out = wrapper.run(q.bfloat16(), cache, k_scale=scales[0], v_scale=scales[1])
     error = (out[0] - exact).norm() / exact.norm()
-    print(f"{str(dtype):20} {cache.nbytes // 1024:4} KiB of cache, within {'5%' if is_fp8 else '1%'}:", end=" ")
+    print(f"{dtype!s:20} {cache.nbytes // 1024:4} KiB of cache, within {'5%' if is_fp8 else '1%'}:", end=" ")
     print(bool(error < (0.05 if is_fp8 else 0.01)))

@@ -54,7 +54,7 @@ _SUBMODULES = (
     "utils variants vllm_ops"
 )
 
-__all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> Any:

@@ -63,7 +63,6 @@ class OptionPlan:
         "_prepared",
         "_whole",
         "_worth_gathering",
-        "used_at",
         "call",
         "fork",
         "gathered",
@@ -71,6 +70,7 @@ class OptionPlan:
         "mask_tiles",
         "options",
         "slot",
+        "used_at",
     )
 
     def __init__(self, options: Options, batch: Batch) -> None:

@@ -81,7 +81,7 @@ class Binding:
     def _bind_tensors(self, tensors: Tensors) -> None:
         """Sets strides and offsets; checks everything that the signature does not change."""
         options, params = self.combination.options, self.params
-        q, cache, out, lse = tensors
+        q, cache, out, _lse = tensors
         params.q_row_stride, params.q_head_stride = kv_view.rows_strides(q, "q")
         k, v = views_of(cache, options, self.kv_layout)
         self.cache_views = {"K": k, "V": v}

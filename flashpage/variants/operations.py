@@ -92,7 +92,7 @@ def _pow(x: Traced, y: Traced) -> Traced:
         return _div(1.0, _pow(x, -exponent))
     x = x if isinstance(exponent, int) else to_float(x)
     result: Traced | None = None
-    for bit in bin(int(exponent))[2:]:
+    for bit in f"{int(exponent):b}":
         result = _mul(result, result) if result is not None else None
         if bit == "1":
             result = x if result is None else _mul(result, x)

@@ -146,7 +146,7 @@ class _Emitter:
             self._tensors[key] = name, tensor_type(name, view), view
         return self._tensors[key][0]
 
-    def _scalar(self, key: int, hint: str, value: float | int) -> str:
+    def _scalar(self, key: int, hint: str, value: float) -> str:
         if key not in self._scalars:
             name = self._name(hint)
             self._scalars[key] = name, scalar_type(name, value), value

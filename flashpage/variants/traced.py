@@ -51,7 +51,7 @@ def tensor_type(name: str, tensor: torch.Tensor) -> str:
     return dtype
 
 
-def scalar_type(name: str, value: float | int) -> str:
+def scalar_type(name: str, value: float) -> str:
     """ "float" or "int"; refuses other types and integers of more than 32 bits."""
     if isinstance(value, float):
         return "float"

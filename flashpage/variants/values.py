@@ -46,7 +46,7 @@ class Traced:
         self.fixed: tuple[tuple[int, int], ...] = ()  # ... except in these dimensions
 
     @staticmethod
-    def scalar(name: str, value: float | int) -> Traced:
+    def scalar(name: str, value: float) -> Traced:
         """A captured number, which has a slot of its own."""
         node = Traced("float" if isinstance(value, float) else "int", "{slot}", known=value)
         node.name = name

@@ -213,7 +213,7 @@ def test_index_tensors_may_change_after_plan(dtype: torch.dtype) -> None:
 
 
 def test_masks_may_change_after_plan() -> None:
-    name, plan_arguments, run_arguments = KINDS["prefill"]
+    _name, _plan_arguments, run_arguments = KINDS["prefill"]
     run = run_arguments()
     bits = torch.randint(0, 256, (11,), dtype=torch.uint8)
     wrapper = planned("prefill", packed_custom_mask=bits)
@@ -235,7 +235,7 @@ def test_wrappers_are_not_copied(way: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["prefill", "ragged"])
 def test_rows_that_no_request_has_are_empty(kind: str) -> None:
-    name, plan_arguments, run_arguments = KINDS[kind]
+    _name, plan_arguments, run_arguments = KINDS[kind]
     plan, run = plan_arguments(), run_arguments()
     expected = planned(kind).run(**run, return_lse=True)
     wrapper = planned(kind, qo_indptr=plan["qo_indptr"] + 3)

@@ -99,7 +99,7 @@ def test_the_bias_of_alibi_is_flashinfers_on_request() -> None:
         wanted = torch.einsum("hrk,khd->rhd", expected.softmax(-1), v.repeat_interleave(2, 1))
         torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(lse.T, expected.logsumexp(-1) / torch.log(torch.tensor(2.0)), rtol=1e-4, atol=1e-4)
-    ours, our_lse = flashpage.single_prefill_with_kv_cache(q, k, v, return_lse=True, pos_encoding_mode="ALIBI")
+    ours, _our_lse = flashpage.single_prefill_with_kv_cache(q, k, v, return_lse=True, pos_encoding_mode="ALIBI")
     wanted = torch.einsum("hrk,khd->rhd", scores.softmax(-1), v.repeat_interleave(2, 1))
     torch.testing.assert_close(
         ours, wanted, rtol=1e-4, atol=1e-4

@@ -114,7 +114,7 @@ def test_modes_of_lse() -> None:
     for mode, factor in ((None, 1.0), ("base2", 1.0), ("none", 1.0), ("basee", math.log(2))):
         wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS, lse_mode=mode)
         lse = torch.empty_like(batch.lse)
-        out, found = wrapper.run(*batch.parts(), lse=lse, return_lse=True)
+        _out, found = wrapper.run(*batch.parts(), lse=lse, return_lse=True)
         assert found is lse
         close(lse, batch.lse * factor)
         close(wrapper.run_return_lse(*batch.parts(), return_lse_base_on_e=True)[1], batch.lse * math.log(2))

@@ -64,7 +64,7 @@ class Batch:
                 ctypes.addressof(self.schedule),
                 ctypes.byref(plan_bytes),
                 ctypes.byref(partial_rows),
-            )  # fmt: skip
+            )
         )
         self.buffer = np.zeros(plan_bytes.value, np.uint8)
 

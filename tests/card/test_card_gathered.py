@@ -74,8 +74,14 @@ def assert_all_same_bits(found: tuple[torch.Tensor, ...], expected: tuple[torch.
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"causal": False}, {"window_left": 3000}, {"logits_soft_cap": 20.0}, {"pos_encoding_mode": "ALIBI"}]
-    + [{"dtype": torch.float16}],
+    [
+        {},
+        {"causal": False},
+        {"window_left": 3000},
+        {"logits_soft_cap": 20.0},
+        {"pos_encoding_mode": "ALIBI"},
+        {"dtype": torch.float16},
+    ],
     ids=str,
 )
 def test_both_ways_give_the_same(how: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@ launches, on other streams, and in graphs."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -128,7 +129,7 @@ def test_layers_that_follow_at_once_read_what_both_launches_wrote(enable_pdl: bo
     def layers(wait: bool) -> list[torch.Tensor]:
         steps = [mixed.q] + [mixed.outputs()[0] for _ in range(LAYERS)]
         torch.cuda.synchronize()
-        for before, after in zip(steps, steps[1:], strict=False):
+        for before, after in itertools.pairwise(steps):
             mixed.wrapper.run(before, *mixed.kv, out=after, enable_pdl=enable_pdl)
             if wait:
                 torch.cuda.synchronize()

@@ -3,6 +3,7 @@ there is a card), K and V as halves of one cache, padded requests, and attribute
 
 from __future__ import annotations
 
+import itertools
 import math
 import types
 from collections.abc import Iterator
@@ -291,7 +292,7 @@ def test_heads_are_gathered(device: str, flashinfer: types.ModuleType) -> None:
     for rank in range(2):
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(batch.workspace(), "NHD", use_tensor_cores=True)
         starts = batch.inputs.indptr.tolist()
-        mine = [batch.inputs.indices[a:b][rank::2] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        mine = [batch.inputs.indices[a:b][rank::2] for a, b in itertools.pairwise(starts)]
         indptr = torch.tensor([0, *map(len, mine)]).cumsum(0).int()
         last = torch.full((2,), 16, dtype=torch.int32)
         wrapper.plan(indptr, torch.cat(mine).to(device), last, *batch.sizes, 16, **options_of(batch))

@@ -203,7 +203,7 @@ def test_new_tokens(is_paged: bool, interleaved: bool | None, causal: bool, devi
     past = [[data(n, KV_HEADS, DIM, seed=seed + n).to(dtype) for n in lengths] for seed in (1, 2)]
     angles = data(64, 8, seed=4)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    turn = lambda x, p: x if interleaved is None else rotated(x, p, cos, sin, interleaved)  # noqa: E731
+    turn = lambda x, p: x if interleaved is None else rotated(x, p, cos, sin, interleaved)
     wanted_k = [torch.cat([p, *(turn(t, n + i)[None] for i, t in enumerate(x))])
                 for p, x, n in zip(past[0], k, lengths, strict=True)]  # fmt: skip
     wanted_v = [torch.cat([p, x]) for p, x in zip(past[1], v, strict=True)]

@@ -306,7 +306,7 @@ def test_compiled(active: str, kernels: None) -> None:
     """torch's shape functions hold: a compiled function gives the eager one's bits."""
     q, k, v, cu_q, cu_k = ragged(active)
     given = (torch.cat(q), torch.cat(k), torch.cat(v), cu_q, cu_k, 17, 33)
-    function = lambda *given: varlen_attn(*given, enable_gqa=True, window_size=(-1, 0)) * 2  # noqa: E731
+    function = lambda *given: varlen_attn(*given, enable_gqa=True, window_size=(-1, 0)) * 2
     with torch.no_grad():
         assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(*given), function(*given))
 

@@ -123,8 +123,17 @@ def test_ragged_boxes_are_tiles() -> None:
 
 @pytest.mark.parametrize(
     ("page_size", "tile_kv", "row_bytes", "tokens"),
-    [(16, 128, 128, 16), (128, 128, 128, 32), (0, 128, 64, 32), (16, 96, 128, 8), (0, 80, 128, 8), (16, 48, 192, 16)]
-    + [(1, 128, 128, 0), (12, 128, 128, 0), (16, 128, 72, 0)],
+    [
+        (16, 128, 128, 16),
+        (128, 128, 128, 32),
+        (0, 128, 64, 32),
+        (16, 96, 128, 8),
+        (0, 80, 128, 8),
+        (16, 48, 192, 16),
+        (1, 128, 128, 0),
+        (12, 128, 128, 0),
+        (16, 128, 72, 0),
+    ],
 )
 def test_a_warp_that_converts_takes_boxes_of_its_rows(
     page_size: int, tile_kv: int, row_bytes: int, tokens: int

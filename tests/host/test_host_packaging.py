@@ -165,7 +165,7 @@ print(paths.PACKAGE, paths.fingerprint())
 
 
 def test_a_wheel_with_kernels_runs_without_a_compiler(checkout: Path, wheel: Path, tmp_path: Path) -> None:
-    """Built with --aot after the other one, whose objects are used again; the README's lines run with nothing on PATH."""
+    """Built with --aot after the other one, whose objects are used again; the README's lines run, with PATH empty."""
     decode = Options("paged", 32, 8, 128, 128, 16, *[DType.FLOAT32] * 3, uniform_q_len=1)
     spec, manifest = choose(Problem(decode, 4), torch.device("cpu")).spec, tmp_path / "used.json"
     assert spec in specs.cpu_specs()
@@ -196,7 +196,9 @@ assert "jinja2" not in sys.modules
 def test_an_old_setuptools_is_named(tmp_path: Path) -> None:
     """In one sentence, as without build isolation the environment's own setuptools builds."""
     code = "import sys; sys.modules['setuptools.command.bdist_wheel'] = None; import runpy; runpy.run_path(sys.argv[1])"
-    result = subprocess.run([sys.executable, "-c", code, ROOT / "setup.py"], cwd=tmp_path, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code, ROOT / "setup.py"], cwd=tmp_path, capture_output=True, text=True
+    )
     expected = "building flashpage needs setuptools 77 or newer: pip install 'setuptools>=77'\n"
     assert (result.returncode, result.stderr) == (1, expected)
 

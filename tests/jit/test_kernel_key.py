@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import shutil
 import subprocess
 import time
@@ -135,7 +136,7 @@ def test_headers_of_two_folders(tmp_path: Path) -> None:
         with open(tmp_path / name, "a") as file:
             file.write("// edited\n")
         found.append(source.included(text, folders))
-    assert all(before != after for before, after in zip(found, found[1:], strict=False))
+    assert all(before != after for before, after in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize("include", ["own", "x/../own"])

@@ -40,7 +40,7 @@ def test_arrays_of_mixed_types() -> None:
     arrays = arrays_of(batch)
     expected = plan(batch, DECODE)
     arrays["kv_indptr"] = arrays["kv_indptr"].astype(np.int64)
-    status, buffer, result = call(problem_of(batch, arrays), DECODE, bounds(batch, DECODE)[0])
+    status, _buffer, result = call(problem_of(batch, arrays), DECODE, bounds(batch, DECODE)[0])
     assert status == native.OK and result.used_bytes == expected.result.used_bytes
 
 
@@ -62,7 +62,7 @@ def test_pages_beyond_kv_lens_are_allowed() -> None:
     batch = Batch(ones(4), np.array([100, 0, 33, 7]), page_size=16)
     arrays = arrays_of(batch, use_kv_lens=True)
     arrays["kv_indptr"] = np.arange(5, dtype=np.int32) * 50
-    status, buffer, result = call(problem_of(batch, arrays), DECODE, 1 << 20)
+    status, _buffer, result = call(problem_of(batch, arrays), DECODE, 1 << 20)
     assert status == native.OK and result.total_kv == 140 and result.total_pages == 200
 
 

@@ -28,11 +28,11 @@ def test_what_a_row_names_is_there(row: list[str]) -> None:
         path, _, name = place.partition(":")
         text = (ROOT / path).read_text()
         assert not name or re.search(
-            rf"(?:def|class|struct|void)(?: alignas\(\d+\))? {name}\b|^\s*{name}\b.*=", text, re.M
+            rf"(?:def|class|struct|void)(?: alignas\(\d+\))? {name}\b|^\s*{name}\b.*=", text, re.MULTILINE
         ), place
     tests = re.findall(r"`(tests/[^`]+)`", shown)
     assert tests, "the row names no test"
     for test in tests:
         path, _, name = test.partition("::")
-        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), test
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), test
     assert not re.sub(r"`tests/[^`]+`", "", shown).strip()

@@ -62,7 +62,9 @@ def test_every_block_is_run_or_says_where(page: str) -> None:
         assert block.title in ELSEWHERE | {"two ranks", ""}, block
         assert block.language not in SILENT or not block.title, block
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for target in re.findall(r"^make ([a-z-]+)", "\n".join(b.code for b in blocks(page) if b.language == "sh"), re.M):
+    for target in re.findall(
+        r"^make ([a-z-]+)", "\n".join(b.code for b in blocks(page) if b.language == "sh"), re.MULTILINE
+    ):
         assert target in targets, f"make {target}"
 
 

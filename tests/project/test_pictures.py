@@ -17,7 +17,7 @@ _spec.loader.exec_module(pictures)
 
 
 @pytest.mark.parametrize("picture", pictures.PICTURES, ids=lambda picture: picture.__name__)
-def test_the_file_is_what_is_drawn(picture) -> None:  # noqa: ANN001
+def test_the_file_is_what_is_drawn(picture) -> None:
     drawn = picture().svg()
     assert (DOCS / "assets" / f"{picture.__name__}.svg").read_text() == drawn, "run `python docs/pictures.py`"
     root = ElementTree.fromstring(drawn)

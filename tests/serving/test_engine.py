@@ -74,7 +74,7 @@ def test_prefixes_are_reused(block_size: int, model: Llama) -> None:
     engine = Engine(model, EngineConfig(800 // block_size, block_size=block_size, use_graphs=False))
     first = Request(prompts([50])[0], 30)
     engine.run([first])
-    again, longer = Request(list(first.prompt), 30), Request(first.tokens[:75] + [3, 4, 5], 10)
+    again, longer = Request(list(first.prompt), 30), Request([*first.tokens[:75], 3, 4, 5], 10)
     other = Request([7, *first.prompt[1:]], 5)  # no block is equal, as a block's hash covers all tokens before it
     engine.run([again])
     assert engine.statistics.reused_tokens == 49 // block_size * block_size

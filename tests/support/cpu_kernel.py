@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -41,7 +42,7 @@ class KernelCase:
     has_sinks: bool = False
     has_scales: bool = False
     rope: tuple[float, float] | None = None
-    variant: VariantSpec = VariantSpec()
+    variant: VariantSpec = VariantSpec()  # noqa: RUF009
 
     @property
     def spec(self) -> KernelSpec:
@@ -181,7 +182,7 @@ def run(case: KernelCase, inputs: Inputs, library: ctypes.CDLL) -> list[tuple[to
     for cta in range(2):
         library.flashpage_cpu_attention(ctypes.byref(params), ctypes.byref(variant_args(case, inputs)), cta, cta + 1)
     starts = np.concatenate([[0], np.cumsum(case.q_lens)])
-    results = [(out[a:b], lse[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+    results = [(out[a:b], lse[a:b]) for a, b in itertools.pairwise(starts)]
     return _merged(results, partials, partial_out, partial_lse) if case.piece else results
 
 

@@ -156,7 +156,7 @@ class Scene:
 
     def run(self, backend: Any, batch: Any) -> torch.Tensor:
         """The layer's rows, with K and V of the new tokens, which the backend writes."""
-        heads, kv_heads, dim = self.form.heads
+        heads, _kv_heads, dim = self.form.heads
         k = v = None
         if not self.form.is_cross:
             new = [kv[:, len(kv[0]) - m :] for kv, m in zip(self.kv, self.q_lens, strict=True)]

@@ -92,7 +92,7 @@ class Tables:
                 size,
                 stream,
                 0,
-            )  # fmt: skip
+            )
         )
         found = memory.cpu().numpy()
         assert (found[:start] == 0xA5).all() and (found[start + size :] == 0xA5).all(), "wrote outside its memory"

@@ -124,7 +124,7 @@ class Traffic:
 def traffic_of(items: np.ndarray, units: Units, options: Options, num_partial_rows: int) -> Traffic:
     token_bytes = options.token_bytes
     row_bytes = options.head_dim_qk * options.q_dtype.size + options.head_dim_vo * options.out_dtype.size
-    requests, index = np.unique(items["request"], return_index=True)
+    _requests, index = np.unique(items["request"], return_index=True)
     kv_lens, q_lens = items["kv_len"][index].astype(np.int64), items["q_len"][index].astype(np.int64)
     if options.window_left >= 0:
         kv_lens = np.minimum(kv_lens, q_lens + options.window_left)

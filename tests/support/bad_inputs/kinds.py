@@ -24,7 +24,7 @@ from .scenes import Arguments, Make
 Change = Callable[[Make, Any], Any]  # the good value (None if the argument has none) -> the bad one
 
 
-class NotApplicable(Exception):  # noqa: N818
+class NotApplicable(Exception):
     """This badness cannot be made from this value."""
 
 

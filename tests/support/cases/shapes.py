@@ -35,7 +35,7 @@ def length_rows() -> list[Case]:
             "prefill-decode-rows",
             "one row a request through the prefill wrapper",
             (1,) * 12,
-            (TILE_EDGES[1:] + (300, 7)),
+            ((*TILE_EDGES[1:], 300, 7)),
         ),
         prefill(
             "prefill-long-among-short", "one prompt among short", (300, *many[:20]), (300, *many[:20]), causal=True
