@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from flashpage.base import paths
+from flashpage.native.library import _newer_source
+
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = """
 #include "flashpage/tile/mask/lane_bits.h"
@@ -85,6 +88,21 @@ def tree(tmp_path: Path) -> Tree:
     made = Tree(tmp_path / "someone's $checkout #1")  # make and shells quote each of these
     assert made.build() == {"one.o", "inner/words.o"}
     return made
+
+
+def test_an_edit_after_the_build_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call into a library that is older than its sources warns; an unrelated header is none of them."""
+    tree = Tree(tmp_path)
+    tree.build()
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path / "flashpage")
+    library = tmp_path / "flashpage" / "lib" / "libflashpage.so"
+    assert _newer_source(library) is None
+    (tmp_path / "include" / "flashpage" / "cpu" / "lanes.h").touch()
+    assert _newer_source(library) is None
+    (tmp_path / "include" / "flashpage" / "tile" / "mask" / "lane_bits.h").touch()
+    assert _newer_source(library) == "include/flashpage/tile/mask/lane_bits.h"
+    tree.build()
+    assert _newer_source(library) is None
 
 
 def test_only_files_that_read_a_changed_header_are_compiled_again(tree: Tree) -> None:

@@ -15,7 +15,7 @@ from aot import build as aot_build
 from flashpage import jit
 from flashpage.base.dtypes import DType
 from flashpage.errors import DeviceError, KernelMissingError
-from flashpage.jit import build, cache, loader, targets
+from flashpage.jit import build, cache, compilers, loader, targets
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tile import Tile
 
@@ -89,6 +89,12 @@ def test_a_cpu_without_avx2_is_reported(sandbox: Sandbox, monkeypatch: pytest.Mo
     monkeypatch.setattr(loader, "_kernels", {})
     with pytest.raises(DeviceError, match="it lacks avx2, f16c"):
         jit.get_kernel(toy())
+
+
+def test_an_arm_processor_runs_neon_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "neon")
+    assert loader.runnable(None) == (jit.Target("cpu", "neon"),)
+    assert not [flag for flag in compilers.fixed_flags(jit.Target("cpu", "neon"))["g++"] if flag.startswith("-m")]
 
 
 def test_kernels_have_the_instructions_of_their_level(tmp_path: Path) -> None:

@@ -371,7 +371,6 @@ def test_levels_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("avx2 fma f16c avx512f avx512bw avx512dq avx512vl", ["avx512", "avx2"]),
         ("avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512bf16", ["avx512bf16", "avx512", "avx2"]),
         ("avx2 fma f16c avx512f", ["avx2"]),
-        ("neon", ["neon"]),
     ):
         monkeypatch.setattr(targets, "cpu_features", lambda has=has: frozenset(has.split()))
         assert [t.arch for t in targets.runnable.__wrapped__(None)] == expected
