@@ -123,11 +123,10 @@ struct Ahead {
   }
 };
 
-// Exchanges the odd blocks of `size` lanes of a with the even ones of b.
-#if defined(__clang__)
-
+#if defined(__clang__)  // GCC 11 has no __builtin_shufflevector, and clang no __builtin_shuffle
 template <class T, T... lane>
 struct LaneNumbers {
+  // Exchanges the odd blocks of `size` lanes of a with the even ones of b.
   template <int size>
   static void exchange(FloatLanes& a, FloatLanes& b) {
     const FloatLanes low = __builtin_shufflevector(a, b, (lane & size ? num_lanes + lane - size : lane)...);
@@ -135,33 +134,30 @@ struct LaneNumbers {
     a = low;
   }
 };
-template <int size>
-inline void exchange_blocks(FloatLanes& a, FloatLanes& b) {
-  __make_integer_seq<LaneNumbers, int, num_lanes>::template exchange<size>(a, b);
-}
-
-#else  // GCC 11 has no __builtin_shufflevector
-
-template <int size>
-inline void exchange_blocks(FloatLanes& a, FloatLanes& b) {
-  IntLanes low, high;
-  for (int i = 0; i < num_lanes; ++i) {
-    low[i] = i & size ? num_lanes + i - size : i;
-    high[i] = i & size ? num_lanes + i : i + size;
-  }
-  const FloatLanes first = __builtin_shuffle(a, b, low);
-  b = __builtin_shuffle(a, b, high);
-  a = first;
-}
-
 #endif
 
 // Transposes a square of words. Each round exchanges the off-diagonal quarters of all squares of 2 * size.
 template <int size = num_lanes / 2>
 inline void transpose(FloatLanes (&square)[num_lanes]) {
+#if defined(__clang__)
 #pragma GCC unroll 16
   for (int i = 0; i < num_lanes; ++i)
-    if (!(i & size)) exchange_blocks<size>(square[i], square[i + size]);
+    if (!(i & size))
+      __make_integer_seq<LaneNumbers, int, num_lanes>::template exchange<size>(square[i], square[i + size]);
+#else
+  IntLanes low, high;
+  for (int i = 0; i < num_lanes; ++i) {
+    low[i] = i & size ? num_lanes + i - size : i;
+    high[i] = i & size ? num_lanes + i : i + size;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < num_lanes; ++i) {
+    if (i & size) continue;
+    const FloatLanes a = square[i], b = square[i + size];
+    square[i] = __builtin_shuffle(a, b, low);
+    square[i + size] = __builtin_shuffle(a, b, high);
+  }
+#endif
   if constexpr (size > 1) transpose<size / 2>(square);
 }
 
