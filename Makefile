@@ -6,13 +6,14 @@ DOCS_VENV ?= $(VENV)-docs
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 'tests/bench/*.cu' 2>/dev/null)
 
-.PHONY: help venv docs docs-check demo test test-fast fuzz soak sanitize bench lint lint-ruff lint-format lint-cpp \
-  lint-types format aot release clean
+.PHONY: help venv docs docs-check demo test test-fast test-engines fuzz soak sanitize bench lint lint-ruff lint-format \
+  lint-cpp lint-types format aot release clean
 
 help:
 	@echo 'make demo    a small model decodes a batch through paged KV; its tokens are checked against torch'
 	@echo 'make test    the test suite'
 	@echo 'make test-fast  the part of it that answers within 90 seconds'
+	@echo 'make test-engines  real engines of vLLM and SGLang on the CPU, which it downloads'
 	@echo 'make fuzz    random batches against the reference, and plans (MINUTES=30 in all, SEED=1, ARGS for pytest)'
 	@echo 'make soak    plans and runs without end (SIZE=1: 10^6 plans, DEVICE=cpu)'
 	@echo 'make sanitize  the host library and the kernels of the CPU under ASan, UBSan and TSan'
@@ -35,6 +36,10 @@ test: venv
 
 test-fast: venv
 	@$(PY) -m pytest -q tests --fast --numprocesses=auto --dist=worksteal $(ARGS)
+
+test-engines: venv
+	@$(PY) tests/support/get_vllm.py && $(PY) tests/support/get_sglang.py
+	@$(PY) -m pytest -q tests/engines/test_vllm_engine.py tests/engines/test_sglang_engine.py --engines $(ARGS)
 
 fuzz: venv
 	@FUZZ_MINUTES=$(or $(MINUTES),6) FUZZ_SEED=$(or $(SEED),$(shell date +%s)) \

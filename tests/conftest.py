@@ -58,6 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="skip slow tests, and most rows of long tables")
+    parser.addoption("--engines", action="store_true", help="run real engines of vLLM and SGLang too")
 
 
 # Files whose tests take more than five seconds of CPU time together, mostly in compilers, in processes that they start
@@ -76,6 +77,10 @@ SLOW = {
     "project/test_selftest",
     *("serving/test_engine", "serving/test_forward_batch", "serving/test_graph_runner", "serving/test_parallel_ranks"),
 }
+
+
+# Their processes take minutes of CPU time, which `make test` does not have: CI calls `make test-engines` next to it.
+ENGINES = {"engines/test_sglang_engine", "engines/test_vllm_engine"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -122,7 +127,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
         _deal_out_slow_files(items, workers)
     card = pytest.mark.skip(reason="no NVIDIA card")
+    engine = pytest.mark.skip(reason="real engines run with --engines, as in `make test-engines`")
     for item in items:
+        if not config.getoption("engines") and f"{item.path.parent.name}/{item.path.stem}" in ENGINES:
+            item.add_marker(engine)
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(card)
 

@@ -13,6 +13,8 @@ import flashpage
 from flashpage.errors import CapabilityError
 from flashpage.kernels.options import SPLIT_NEVER, check_window
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:

@@ -11,6 +11,8 @@ import torch
 from flashpage import CapabilityError, FlashpageError
 from flashpage.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 HEADS, CKV, KPE, PAGE, PAGES, TOPK, SCALE = 6, 64, 32, 8, 5, 12, 0.2
 
 

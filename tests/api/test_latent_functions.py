@@ -15,6 +15,8 @@ from flashpage import FlashpageError, RunError, decode, flash_mla, mla, prefill
 from flashpage.wrappers import function_plans
 from flashpage.wrappers.base import Attention
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 HEADS, CKV, KPE, PAGE, SCALE = 6, 128, 32, 16, 0.13
 LENGTHS = (40, 17, 5, 0)
 WORKSPACE = torch.zeros(16, dtype=torch.uint8)

@@ -13,6 +13,8 @@ import torch
 import flashpage
 from flashpage import RunError
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
 Calls = dict[str, Callable[..., Any]]  # each takes lse_mode and returns an output and an LSE
 

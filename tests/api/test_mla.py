@@ -13,6 +13,8 @@ from flashpage import CapabilityError, MLAPlanMetadata, PlanError, RunError
 from flashpage.kernels import choose, devices
 from flashpage.kernels.work import Problem
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 CKV, KPE, HEADS, PAGE = 512, 64, 16, 16
 ROWS, TOKENS = (1, 3, 1), (40, 33, 5)
 SIZES: dict[str, Any] = {"num_heads": HEADS, "head_dim_ckv": CKV, "head_dim_kpe": KPE, "page_size": PAGE}

@@ -15,6 +15,8 @@ from flashpage import RunError, native
 from flashpage.base.dtypes import DType
 from flashpage.kernels.spec import KernelSpec
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 PAGE, PAGES, TOKENS = 4, 5, 9
 FORMS = ["numbers", "tokens", "deepseek_v32", "deepseek_v4"]
 

@@ -11,6 +11,8 @@ import torch
 import flashpage
 from flashpage import CapabilityError, PlanError, RunError
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 CKV, KPE, HEADS, PAGE, PAGES, ROWS, TOPK = 64, 16, 4, 8, 6, 3, 10
 OPTIONS: dict[str, Any] = {"num_heads": HEADS, "head_dim_ckv": CKV, "head_dim_kpe": KPE, "page_size": PAGE}
 OPTIONS |= {"sm_scale": 0.1, "q_data_type": torch.float32}

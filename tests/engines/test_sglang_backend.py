@@ -16,6 +16,8 @@ from sglang_step import Form, Scene, close
 from flashpage.engines.plugin.group_plans import Use
 from flashpage.engines.sglang import hooks, support
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 DECODE = ([1, 1, 1, 1], [5, 64, 130, 33])
 MIXED = ([1, 1, 7, 40], [50, 9, 7, 90])  # two decodes, a whole prompt, a later chunk of one
 GUESSES = ([4, 4, 4], [50, 9, 70])

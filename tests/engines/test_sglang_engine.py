@@ -1,6 +1,6 @@
 """Real SGLang engines on the CPU, in a process of their own, that find flashpage by its entry point.
 
-Needs the folders that `python tests/support/get_sglang.py` makes below build/engines; CI calls it before the tests.
+Needs the folders that `python tests/support/get_sglang.py` makes below build/engines; `make test-engines` calls it.
 """
 
 from __future__ import annotations

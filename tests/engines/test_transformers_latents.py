@@ -16,6 +16,8 @@ from hf_models import VOCABULARY, greedy, left_padded, make_model
 from flashpage import CapabilityError, RunError, hf
 from flashpage.engines.transformers import latents
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 LENGTHS = [13, 5, 21]
 
 

@@ -1,6 +1,6 @@
 """Real vLLM engines on the CPU, in processes of their own, that find flashpage by its entry points.
 
-Needs the folders that `python tests/support/get_vllm.py` makes below build/engines; CI calls it before the tests.
+Needs the folders that `python tests/support/get_vllm.py` makes below build/engines; `make test-engines` calls it.
 """
 
 from __future__ import annotations

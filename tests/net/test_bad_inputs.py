@@ -19,6 +19,8 @@ from bad_inputs.scenes import Make, Scene, Step, scenes
 
 from flashpage.wrappers.plan_arguments import Own
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 FAMILIES = sorted({scene.family for scene in scenes().values()})
 

@@ -38,7 +38,7 @@ fails, temporary = Path(os.environ["FAILS"]), Path(os.environ["TMPDIR"])
 libc = ctypes.CDLL(None)
 libc.faulty_failed.restype = ctypes.c_char_p
 count = 2 if scenario == "many" else 1
-calls = {"one": range(1000), "fresh": range(40), "many": range(0, 1000, 3), "failing": range(0, 1000, 2)}[scenario]
+calls = {"one": range(1000), "fresh": range(40), "many": range(0, 1000, 5), "failing": range(0, 1000, 5)}[scenario]
 # Calls that are left out are among those of "one".
 
 def compiled(number):

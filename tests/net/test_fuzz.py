@@ -27,6 +27,8 @@ from vllm_blocks import BlockCase, Blocks
 
 from flashpage import CapabilityError, vllm_ops
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 FORMATS_OF_A_ROUND, EXAMPLES_OF_A_ROUND, LEAST_ROUNDS = 6, 40, 9
 Strategy = Callable[[list[fuzz.Format]], Any]

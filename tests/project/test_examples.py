@@ -10,6 +10,8 @@ from pathlib import Path
 import programs
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 _SHOWN = re.compile(r"^## \[(\w+)\.py\].*?^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SHOWN = dict(_SHOWN.findall((FOLDER / "README.md").read_text()))

@@ -67,7 +67,7 @@ def specs_of(cases: Iterable[Case], device: str) -> Counter[Any]:
 
 @contextlib.contextmanager
 def quick_builds() -> Iterator[None]:
-    """Kernels of the CPU compile at -O1, here and in processes that start now, into a folder that only tests read. A
+    """Kernels of the CPU compile at -Og, here and in processes that start now, into a folder that only tests read. A
     given FLASHPAGE_CXX stays."""
     script = Path(__file__).with_name("quick_cxx")
     ours = {"FLASHPAGE_CXX": shlex.quote(str(script)), "FLASHPAGE_CACHE_DIR": str(folder_of("quick kernels"))}

@@ -197,13 +197,13 @@ CASES += [
     ),
     prefill("host-fp8-page-5", "loaded row by row, with a window", (60,), (450,), page_size=5, window_left=150, **FP8),
     prefill("host-fp8-group-5", "units of 128 rows, which cut a group", (60,), (250,), **{**FP8, "num_q_heads": 10}),
-    prefill("host-fp8-ragged", "no pages", (40, 10), (300, 0), entry="ragged", **{**FP8, "kv_dtype": "float8_e5m2"}),
     prefill(
-        "host-fp8-dim-256",
-        "three blocks converted in advance, other queries",
-        (40,),
-        (200,),
-        **{**FP8, "head_dim": 256, "q_dtype": "float8_e5m2"},
+        "host-fp8-ragged-dim-256",
+        "no pages, three blocks converted in advance, other queries",
+        (40, 10),
+        (200, 0),
+        entry="ragged",
+        **{**FP8, "head_dim": 256, "q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e5m2"},
     ),
     prefill("host-fp8-mask", "mask bits in every tile", (70,), (300,), **{**MASK, "kv_dtype": "float8_e4m3fn"}),
 ]
@@ -297,21 +297,18 @@ CASES += [
 # One warpgroup for each CTA, two CTAs on each SM.
 HALVES = [
     prefill("host-halves", "units of 16 rows of four heads", (70, 33, 0), (300, 33, 9), **BF16),
-    prefill(
-        "host-halves-ragged",
-        "no pages, one block of columns",
-        (70, 33),
-        (500, 40),
-        entry="ragged",
-        **{**BF16, "head_dim": 64},
-    ),
     prefill("host-halves-page-8", "small boxes", (40, 1), (250, 100), page_size=8, **{**BF16, "causal": False}),
     prefill("host-halves-window", "both ends", (60,), (450,), window_left=90, **BF16),
     prefill("host-halves-group-5", "units of 60 rows", (40, 25), (150, 25), **{**BF16, "num_q_heads": 10}),
     prefill("host-halves-group-14", "q loaded row by row", (15,), (150,), **{**BF16, "num_q_heads": 28}),
     prefill("host-halves-sinks", "sinks, and rows that see nothing", (20, 20, 10), (200, 30, 0), sinks=True, **BF16),
     prefill(
-        "host-halves-dim-192", "tiles of 48 tokens and room for one Q", (40, 9), (200, 64), **{**BF16, "head_dim": 192}
+        "host-halves-ragged-dim-192",
+        "no pages, tiles of 48 tokens and room for one Q",
+        (70, 33),
+        (300, 40),
+        entry="ragged",
+        **{**BF16, "head_dim": 192},
     ),
 ]
 CASES += HALVES

@@ -62,10 +62,8 @@ def attention(
     if options.rope is not None:
         q, k = rotate(q, q_idx.flatten(), *options.rope), rotate(k, kv_idx.flatten(), *options.rope)
     q, k = q * _per_head(options.q_scale), k * _per_head(options.k_scale)
-    group = num_q_heads // num_kv_heads
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-
-    scores = torch.einsum("rhd,thd->hrt", q, k) * options.sm_scale
+    groups = q.reshape(rows, num_kv_heads, num_q_heads // num_kv_heads, q.shape[2])
+    scores = torch.einsum("rhgd,thd->hgrt", groups, k).reshape(num_q_heads, rows, tokens) * options.sm_scale
     visible = torch.ones(num_q_heads, rows, tokens, dtype=torch.bool)
     for head in range(num_q_heads):
         scores[head] = transform_scores(scores[head], options, request, head, q_idx, kv_idx)
@@ -130,7 +128,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
 
 
 def _softmax(scores: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
-    """Softmax and values: scores [heads, rows, tokens] with -inf where masked; v [tokens, heads, dim]."""
+    """Softmax and values: scores [heads, rows, tokens] with -inf where masked; v [tokens, kv heads, dim]."""
     logits = scores
     if sinks is not None:
         sink = sinks.double().reshape(-1, 1, 1).expand(scores.shape[0], scores.shape[1], 1)
@@ -139,7 +137,10 @@ def _softmax(scores: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) 
     p = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
 
     def times(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("hrt,thd->rhd", weights, values)
+        heads, rows, tokens = weights.shape
+        num_kv_heads, dim = values.shape[1:]
+        groups = weights.reshape(num_kv_heads, heads // num_kv_heads, rows, tokens)
+        return torch.einsum("hgrt,thd->rhgd", groups, values).reshape(rows, heads, dim)
 
     return State(times(p, v), lse.T * LOG2_E, times(p, v.abs()), times(p * p, v * v).sqrt())
 

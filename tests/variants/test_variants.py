@@ -27,6 +27,8 @@ from flashpage.errors import VariantError
 from flashpage.kernels.spec import KernelSpec, VariantSpec
 from flashpage.variants import TracedVariant, Variant, alibi_slopes, builtin, compose, render
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 
 def capped(cap: float, bias: torch.Tensor) -> Variant:
     return Variant(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap) + bias[h, kv_idx])
