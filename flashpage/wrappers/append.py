@@ -60,6 +60,8 @@ def append_paged_kv_cache(
             )
     for tensor in cache:
         tensor_memory.check_written(tensor, "paged_kv_cache", RunError)
+    if len(cache) == 2 and cache[0].numel() and cache[0].data_ptr() == cache[1].data_ptr():
+        raise RunError("paged_kv_cache[0] begins where paged_kv_cache[1] does, and both are written: pass two caches.")
     for name, tensor in (("append_value", append_value), *(("paged_kv_cache", t) for t in cache)):
         checks.same_device(tensor, device, name, RunError)
         if tensor.dtype != cache[0].dtype:
@@ -172,6 +174,8 @@ def _append_in_fp8(
         tensor_memory.check_written(tensor, name, RunError)
         if tensor.dim() != 3 or tensor.dtype not in types:
             raise RunError(f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass 3-D {types[0]}.")
+    if len(written) == 2 and caches[0].numel() and caches[0].data_ptr() == caches[1].data_ptr():
+        raise RunError("ckv_cache begins where kpe_cache does, and both are written: pass two caches.")
     lengths = (nnz, nnz, None, None)
     names = ("batch_indices", "positions", "kv_indices", "kv_indptr")
     lists = (

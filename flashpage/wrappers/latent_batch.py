@@ -83,7 +83,7 @@ class MLAPlanMetadata(NamedTuple):
         """The lengths; those of a table say where its pages begin."""
         kv_indptr = self.kv_indptr
         if kv_indptr is None and self.block_tables is not None:
-            pages = -(-self._lens.cpu().long() // page_size)
+            pages = -(-self._lens.cpu().long().flatten() // page_size)
             kv_indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0)])
         return Lengths(self._rows, kv_indptr, None, self._lens)
 

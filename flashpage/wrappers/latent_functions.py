@@ -165,9 +165,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
         out = make(shape, dtype=attention.out_dtype, device=query.device)
     elif out.shape != shape:
         raise RunError(f"out has shape {tuple(out.shape)}: pass {shape}.")
+    to = _rows(lse, "lse", query)
+    if lse is None and return_lse is True and cum_seq_lens_q is not None:
+        to = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     run = attention.run_of("base2" if return_lse_base is None else return_lse_base)
     found = run(
-        *(rows, call.cache, _rows(out, "out", query), _rows(lse, "lse", query), return_lse, values),
+        *(rows, call.cache, _rows(out, "out", query), to, return_lse, values),
         *(NO_SCALES if scales == NO_SCALES else scales, _sinks(sinks), enable_pdl),
     )
     return (out, found[1] if lse is None else lse) if return_lse else out

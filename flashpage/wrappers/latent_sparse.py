@@ -70,7 +70,7 @@ class BatchMLASparseAttentionWrapper:
         self._options: Options
         self._values: RunOptions
         self._indices: torch.Tensor
-        self._lens: torch.Tensor  # on the CPU
+        self._lens: torch.Tensor | None  # None: on a card
 
     def plan(
         self,
@@ -119,34 +119,43 @@ class BatchMLASparseAttentionWrapper:
             disable_split_kv=disable_split_kv,
             is_selected=True,
         )
-        if differ(arguments, self._arguments):
-            self._arguments = None
-            self._options, self._values = arguments.checked()
-            self._arguments = arguments
-        self._indices = _lists(indices, "indices", self.device, PlanError)
-        rows, topk = self._indices.shape
+        lists = _lists(indices, "indices", self.device, PlanError)
         if topk_length is not None:
             checks.tensor(topk_length, "topk_length", PlanError)
-        if topk_length is not None and not topk_length.is_cpu:
-            self._plan_on_device(topk_length)
-            return
-        starts = torch.arange(rows + 1, device="cpu", dtype=torch.int64) * topk
-        lens = torch.full((rows,), topk, dtype=torch.int32, device="cpu") if topk_length is None else topk_length
-        if topk_length is not None:
-            _check_lengths(lens, rows, topk)
-        self._lens = lens.clone()
-        self._attention.plan(Lengths(None, starts, None, lens), NO_PAGES, self._options, self._values)
+            if topk_length.is_cpu:
+                _check_lengths(topk_length, *lists.shape)
+        if differ(arguments, self._arguments):
+            self._arguments = None
+            self._attention.session.invalidate()
+            self._options, self._values = arguments.checked()
+            self._arguments = arguments
+        lens = self._plan(lists, topk_length)
+        self._indices, self._lens = lists, lens  # after a refused plan, the runs of the last one keep their lists
 
-    def _plan_on_device(self, topk_length: torch.Tensor) -> None:
+    def _plan(self, lists: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor | None:
+        """Plans, and returns the lengths if the host has them."""
+        if topk_length is not None and not topk_length.is_cpu:
+            self._plan_on_device(lists, topk_length)
+            return None
+        rows, topk = lists.shape
+        starts = torch.arange(rows + 1, device="cpu", dtype=torch.int64) * topk
+        if topk_length is None:
+            lens = torch.full((rows,), topk, dtype=torch.int32, device="cpu")
+        else:
+            lens = topk_length.clone()
+        self._attention.plan(Lengths(None, starts, None, lens), NO_PAGES, self._options, self._values)
+        return lens
+
+    def _plan_on_device(self, lists: torch.Tensor, topk_length: torch.Tensor) -> None:
         """Plans where the lengths are; the lists' rows are those of a table."""
         tables = TableLengths(
             self.device,
             topk_length,
-            self._indices,
+            lists,
             q_indptr=None,
             table_rows=None,
             num_requests=None,
-            max_rows=len(self._indices),
+            max_rows=len(lists),
             options=self._options,
         )
         self._attention.plan_on_device(tables, self._options, self._values)
@@ -185,7 +194,7 @@ class BatchMLASparseAttentionWrapper:
         try:
             q = joined_query(query, q_nope, q_pe)
             cache = caches_of(self._options, kv_cache, ckv_cache, kpe_cache)
-            if lists.is_cpu:
+            if self._lens is not None and lists.is_cpu:
                 check_slots(lists, self._lens, cache[0].shape[0] * self._options.page_size)
             tensors = Tensors(q, as_cache(cache if len(cache) > 1 else cache[0]), out, lse)
             return self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl)
@@ -210,7 +219,7 @@ def _lists(indices: Any, name: str, device: torch.device, error: Any) -> torch.T
             "pass contiguous int32 [rows, topk] or [batch, rows, topk]."
         )
     tensor_memory.address(indices, name, error)
-    return indices.resolve_neg().reshape(-1, indices.shape[-1])
+    return indices.flatten(0, -2)
 
 
 def _check_lengths(lens: torch.Tensor, rows: int, topk: int) -> None:
@@ -224,6 +233,7 @@ def _check_lengths(lens: torch.Tensor, rows: int, topk: int) -> None:
 
 def check_slots(lists: torch.Tensor, lens: torch.Tensor, slots: int) -> None:
     """On the CPU alone, as numbers on a card would have to be waited for."""
+    tensor_memory.address(lists, "indices", RunError)  # may have been shrunk after the plan
     used = lists.masked_fill(torch.arange(lists.shape[1], device="cpu") >= lens[:, None], -1)
     least, most = (int(used.min()), int(used.max())) if used.numel() else (-1, -1)
     if most >= slots or least < -1:

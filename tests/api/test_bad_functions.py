@@ -55,6 +55,8 @@ def test_append_counts_its_writes_and_refuses_shared_memory() -> None:
     shared = torch.zeros(2, PAGE, KV_HEADS, DIM).expand(PAGES, 2, PAGE, KV_HEADS, DIM)
     with pytest.raises(RunError, match="paged_kv_cache has strides"):
         flashpage.append_paged_kv_cache(**append_arguments(paged_kv_cache=shared))
+    with pytest.raises(RunError, match="pass two caches"):
+        flashpage.append_paged_kv_cache(**append_arguments(paged_kv_cache=(arguments["paged_kv_cache"][0],) * 2))
 
 
 @pytest.mark.parametrize(("begin", "position"), [(-3, 0), (-(2**31), 2), (1, 2**31 - 1)])

@@ -99,6 +99,7 @@ def test_prefill() -> None:
     torch.manual_seed(3)
     q, kv, lists = torch.randn(5, HEADS, CKV + KPE), torch.randn(PAGES * PAGE, 1, CKV + KPE), lists_of(5, 1)
     lists[1, 0, 2] = PAGES * PAGE + 7  # none, as -1
+    lists[4, 0, 0] = -5
     lengths = torch.tensor([12, 12, 1, 0, 7]).int()
     out, largest, lse = flash_mla_sparse_fwd(q, kv, lists, SCALE, CKV, None, lengths)
     used = lists[:, 0].masked_fill((torch.arange(TOPK) >= lengths[:, None]) | (lists[:, 0] >= len(kv)), -1)
@@ -126,6 +127,15 @@ def test_prefill() -> None:
 def test_refused(change: dict[str, Any], says: str, given: dict[str, Any]) -> None:
     with pytest.raises(FlashpageError, match=says):
         flash_mla_with_kvcache(**(given | change))
+
+
+def test_a_refused_call_leaves_no_shapes(given: dict[str, Any]) -> None:
+    with pytest.raises(FlashpageError, match="indices has 99"):
+        flash_mla_with_kvcache(**(given | {"indices": torch.full((3, 2, 4), 99).int()}))
+    assert given["tile_scheduler_metadata"].config is None
+    empty = {"q": given["q"][:0], "indices": given["indices"][:0], "topk_length": torch.zeros(0).int()}
+    out, lse = flash_mla_with_kvcache(**(given | empty))
+    assert len(out) == len(lse) == 0
 
 
 def test_refused_prefills() -> None:

@@ -239,10 +239,10 @@ def test_flashinfer_rows_of_different_numbers() -> None:
     batch = Batch(3)
     begins = torch.tensor([0, 3, 4, 5, 5], dtype=torch.int32)
     query = torch.cat([batch.q[0], batch.q[1, 2:], batch.q[2, 2:], torch.full((1, HEADS, CKV + KPE), math.nan)])
-    out = batch.flashinfer(query=query, cum_seq_lens_q=begins, max_q_len=3)
+    out, lse = batch.flashinfer(query=query, cum_seq_lens_q=begins, max_q_len=3, return_lse=True)
     expected = batch.expected()[0]
     check((out[:5],), (torch.cat([expected[0], expected[1, 2:], expected[2, 2:]]),))
-    assert not out[5].any()  # a row of no request
+    assert not out[5].any() and lse[5].isneginf().all()  # a row of no request
 
 
 @pytest.mark.parametrize(

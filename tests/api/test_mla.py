@@ -171,6 +171,7 @@ def test_under_compile() -> None:
         ({"query_layout": "joined"}, "query_layout"),
         ({"scale_mode": "bmm-scalar"}, "scale_mode"),
         ({"metadata": (1, 2)}, "metadata="),
+        ({"metadata": MLAPlanMetadata.dense(torch.ones(3).int(), *torch.ones(2, 2, 1).int())}, "kv_len_arr has shape"),
         ({"kv_indptr": torch.zeros(2)}, "both give the batch"),
         ({"use_profiler": True}, "use_profiler"),
         ({"skip_softmax": True}, "skip_softmax"),

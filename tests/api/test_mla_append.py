@@ -18,6 +18,7 @@ from flashpage.kernels.spec import KernelSpec
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 PAGE, PAGES, TOKENS = 4, 5, 9
+ROWS, CACHE = torch.ones(TOKENS, 512), torch.zeros(PAGES, PAGE, 512, dtype=torch.float8_e4m3fn)
 FORMS = ["numbers", "tokens", "deepseek_v32", "deepseek_v4"]
 
 
@@ -134,6 +135,7 @@ def test_the_kernel_on_the_host(form: str) -> None:
         ({"ckv_scale": 1.0, "ckv_scale_arr": torch.ones(PAGES, PAGE, 4)}, "both given"),
         ({"ckv_scale_arr": torch.ones(PAGES, PAGE, 3)}, "ckv_scale_arr has shape"),
         ({"kv_row_format": "deepseek_v32"}, "with 656 columns"),
+        (dict.fromkeys(("append_ckv", "append_kpe"), ROWS) | dict.fromkeys(("ckv_cache", "kpe_cache"), CACHE), "two"),
         ({"append_ckv": torch.ones(TOKENS, 512, dtype=torch.float64)}, "float64"),
         ({"append_kpe": None}, "with 512 columns"),
         ({"kv_last_page_len": torch.tensor([2])}, "kv_last_page_len has 1 entries"),

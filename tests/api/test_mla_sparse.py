@@ -72,7 +72,7 @@ def test_lengths_on_the_device_are_planned_there(tensors: Any) -> None:
     q, cache, lists = tensors
     wrapper = made()
     wrapper.plan(lists, **OPTIONS)
-    wrapper._plan_on_device(torch.tensor([4, 10, 0], dtype=torch.int32))
+    wrapper._plan_on_device(lists, torch.tensor([4, 10, 0], dtype=torch.int32))
     out = wrapper.run(query=q, kv_cache=cache)
     close(out[0], exact(q, cache, lists[:, :4])[0])
     close(out[1], exact(q, cache, lists)[1])
@@ -127,3 +127,28 @@ def test_refused_runs(tensors: Any) -> None:
     ):
         with pytest.raises((RunError, CapabilityError), match=says):
             wrapper.run(**({"query": q, "kv_cache": cache} | given))
+
+
+def test_a_refused_plan_changes_no_list(tensors: Any) -> None:
+    """Runs after a refused plan would read beyond its shorter lists."""
+    q, cache, lists = tensors
+    wrapper = made()
+    wrapper.plan(lists, **OPTIONS)
+    with pytest.raises(PlanError, match="topk_length"):
+        wrapper.plan(lists[:1].flip(1).contiguous(), torch.tensor([TOPK + 1]), **OPTIONS)
+    close(wrapper.run(query=q, kv_cache=cache), exact(q, cache, lists))
+    with pytest.raises(PlanError, match="num_heads"):
+        wrapper.plan(lists[:1], **(OPTIONS | {"num_heads": 0}))
+    with pytest.raises(RunError, match="no plan"):
+        wrapper.run(query=q, kv_cache=cache)
+
+
+def test_lists_without_entries_or_memory(tensors: Any) -> None:
+    q, cache, lists = tensors
+    wrapper = made()
+    wrapper.plan(lists[:, :0], **OPTIONS)
+    assert wrapper.run(query=q, kv_cache=cache, return_lse=True)[1].isneginf().all()
+    wrapper.plan(lists, **OPTIONS)
+    lists.untyped_storage().resize_(0)
+    with pytest.raises(RunError, match="indices needs"):
+        wrapper.run(query=q, kv_cache=cache)

@@ -253,6 +253,7 @@ def cache_arguments(**changed: Any) -> dict[str, Any]:
 
 NEW = {"k": data(1, 1, KV_HEADS, DIM), "v": data(1, 1, KV_HEADS, DIM), "cache_seqlens": 3}
 TABLES = ("rotary_cos", "rotary_sin")
+PAGED = {"k": data(1, 16, KV_HEADS, DIM), "v": data(1, 16, KV_HEADS, DIM), "block_table": torch.zeros(1, 1).int()}
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (flash_attn_varlen_func, {"dropout_p": 0.1}, CapabilityError, "dropout_p=0.1 is not supported"),
     (flash_attn_varlen_func, {"q": data(4, HEADS, DIM).requires_grad_()}, RunError, "q requires grad"),
@@ -271,6 +272,13 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (flash_attn_with_kvcache, {"q": data(1, HEADS, DIM)}, RunError, "q has shape"),
     (flash_attn_with_kvcache, {"k_cache": data(1, 8, KV_HEADS, DIM).requires_grad_()}, RunError, "k_cache requires"),
     (flash_attn_with_kvcache, {"cache_seqlens": 2**31}, RunError, "cache_seqlens=2147483648"),
+    (flash_attn_varlen_func, PAGED | {"cu_seqlens_k": torch.tensor([0, 2**32 + 4])}, FlashpageError, "4294967300"),
+    (flash_attn_varlen_func, PAGED | {"cu_seqlens_k": torch.tensor([0, 4.5])}, RunError, "cu_seqlens_k has .*float32"),
+    (flash_attn_with_kvcache, {"cache_batch_idx": torch.tensor([2**32])}, FlashpageError, "has 1 pages"),
+    (flash_attn_with_kvcache, {"cache_batch_idx": torch.tensor([0.5])}, RunError, "cache_batch_idx has .*float32"),
+    (flash_attn_with_kvcache, {"cache_seqlens": torch.ones(2).int()}, RunError, "cache_seqlens has shape"),
+    (flash_attn_with_kvcache, {"block_table": torch.zeros(1).int()}, FlashpageError, "block_tables has shape"),
+    (flash_attn_with_kvcache, {"num_splits": "1"}, RunError, "num_splits="),
     (flash_attn_with_kvcache, {"cache_seqlens": True}, RunError, "cache_seqlens=True is of type bool"),
     (flash_attn_with_kvcache, NEW | {"k": data(1, 2, KV_HEADS, DIM)}, RunError, r"v has shape \(1, 1, 2, 32\): pass"),
     (flash_attn_with_kvcache, NEW | {"v": data(1, 1, HEADS, DIM)}, RunError, "v has shape .* takes"),
@@ -296,6 +304,15 @@ def test_a_refused_call_writes_no_new_tokens() -> None:
         with pytest.raises(FlashpageError):
             flash_attn_with_kvcache(**given | wrong)
     assert torch.equal(given["k_cache"], before)
+
+
+def test_rows_of_no_request() -> None:
+    begins, ends = torch.tensor([1, 3]).int(), torch.tensor([0, 8]).int()
+    given = varlen_arguments(**PAGED, cu_seqlens_q=begins, cu_seqlens_k=ends, return_attn_probs=True)
+    given["q"][[0, 3]] = math.nan
+    out, lse, _ = flash_attn_varlen_func(**given)
+    assert out[1:3].isfinite().all() and lse[:, 1:3].isfinite().all()
+    assert not out[[0, 3]].any() and lse[:, [0, 3]].isneginf().all()
 
 
 @pytest.mark.parametrize("right", [2**30, 2**31 - 2, 2**31 - 1])

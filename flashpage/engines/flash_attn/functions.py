@@ -85,11 +85,15 @@ def flash_attn_varlen_func(
         )
     else:
         plan = plan_of(q.device, "NHD", PrefillArguments("paged", page_size=k.shape[1], **sizes))
-        seq_lens = cu_seqlens_k.diff().int()
+        seq_lens = _entries(cu_seqlens_k, "cu_seqlens_k", cu_seqlens_q.numel()).diff()
         attention = plan.on_device(Tables(seq_lens, _rows(block_table), cu_seqlens_q, q.shape[0]))
+    out = lse = None
+    if block_table is not None:  # rows of no request are not written
+        out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=plan.options.out_dtype.torch)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32) if return_attn_probs else None
     values = plan.values._replace(sm_scale=softmax_scale)
     run = attention.run_of("basee")
-    result = run(q, (k, v), None, None, return_attn_probs, values, NO_SCALES)
+    result = run(q, (k, v), out, lse, return_attn_probs, values, NO_SCALES)
     return (result[0], result[1].T.contiguous(), None) if return_attn_probs else result
 
 
@@ -140,12 +144,13 @@ def flash_attn_with_kvcache(
     refuse_training(0, q=q, k_cache=k_cache, v_cache=v_cache, **new)
     return_softmax_lse = checks.flag("return_softmax_lse", return_softmax_lse, RunError)
     checks.flag("rotary_interleaved", rotary_interleaved, RunError)
+    checks.whole("num_splits", num_splits, -(2**31), error=RunError)
     _check_rows(q, "q", 4, "[batch, rows, heads, head_dim]")
     _check_rows(k_cache, "k_cache", 4, "[batch, tokens, kv_heads, head_dim], or pages with block_table")
     _check_rows(v_cache, "v_cache", 4, "the dimensions of k_cache")
     batch, rows = q.shape[:2]
     tables = _tables(k_cache, block_table, cache_batch_idx, batch)
-    seq_lens = _seq_lens(cache_seqlens, batch, k_cache, block_table)
+    seq_lens = _seq_lens(cache_seqlens, batch, k_cache, tables)
     options = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     with named(_OF_CACHE):  # before the new tokens are written
         plan, begins = _plan(q, (k_cache, v_cache), options, num_splits)
@@ -215,17 +220,26 @@ def _tables(k_cache: torch.Tensor, block_table: Any, cache_batch_idx: torch.Tens
             raise RunError("cache_batch_idx and block_table each say where a request's tokens are: pass one of them.")
         return _rows(block_table)
     if cache_batch_idx is not None:
-        return checks.tensor(cache_batch_idx, "cache_batch_idx", RunError).int().unsqueeze(1)
+        rows = _entries(cache_batch_idx, "cache_batch_idx", batch)
+        return rows.clamp(-1, k_cache.shape[0]).int().unsqueeze(1)  # int64 may not fit; rows outside are refused later
     if batch > k_cache.shape[0]:
         raise RunError(f"q has {batch} requests but k_cache {k_cache.shape[0]} rows: pass cache_batch_idx.")
     return torch.arange(batch, dtype=torch.int32, device=k_cache.device).unsqueeze(1)
 
 
-def _seq_lens(given: Any, batch: int, k_cache: torch.Tensor, block_table: Any) -> torch.Tensor:
+def _seq_lens(given: Any, batch: int, k_cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Tokens of each request in the cache."""
     if given is None:
-        given = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        given = k_cache.shape[1] * tables.shape[-1]
     if not isinstance(given, torch.Tensor):
         given = checks.whole("cache_seqlens", given, 0, error=RunError)
         return torch.full((batch,), given, dtype=torch.int32, device=k_cache.device)
-    return checks.tensor(given, "cache_seqlens", RunError).contiguous()
+    return _entries(given, "cache_seqlens", batch).contiguous()
+
+
+def _entries(given: Any, name: str, count: int) -> torch.Tensor:
+    """Numbers of requests: int32 or int64, of one dimension."""
+    numbers = checks.tensor(given, name, RunError)
+    if numbers.shape != (count,) or numbers.dtype not in (torch.int32, torch.int64):
+        raise RunError(f"{name} has shape {tuple(numbers.shape)} and dtype {numbers.dtype}: pass int32 of ({count},).")
+    return numbers

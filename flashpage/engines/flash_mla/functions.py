@@ -56,9 +56,14 @@ class FlashMLASchedMeta:
     num_splits: None = None
     step: object = dataclasses.field(default_factory=object, repr=False, compare=False)
 
+    def first_used(self, config: Config) -> None:
+        """Keeps the shapes and options of the first call that ran; a refused call leaves none."""
+        if self.config is None:
+            self.config, self.have_initialized = config, True
+
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """What the calls of one step pass as `tile_scheduler_metadata` and `num_splits`.
+    """Makes the `tile_scheduler_metadata` and `num_splits` that all calls of one step pass.
 
     Args:
         args, kwargs: accepted and not used, as in FlashMLA.
@@ -131,7 +136,9 @@ def flash_mla_with_kvcache(
             extra = _cache(extra_k_cache, "extra_k_cache")
             lists.append(sparse.lists_of(extra, extra_indices_in_kvcache, extra_topk_length, (batch, rows), names))
         chosen = sparse.SparseCall(q.flatten(0, 1), head_dim_v, scale, tile_scheduler_metadata.step)
-        return _unflattened(*sparse.attend(chosen, lists, attn_sink), batch, rows)
+        found = _unflattened(*sparse.attend(chosen, lists, attn_sink), batch, rows)
+        tile_scheduler_metadata.first_used(config)
+        return found
     _refuse_sparse(
         attn_sink=attn_sink,
         extra_k_cache=extra_k_cache,
@@ -148,6 +155,7 @@ def flash_mla_with_kvcache(
     call = LatentCall(q.flatten(0, 1), cache, head_dim_v, Tables(lengths, tables), rows, causal)
     attention, values = call.planned(scale, key_of_step(tile_scheduler_metadata.step, lengths, tables))
     out, lse = attention.run_of("basee")(call.query, call.cache, None, None, True, values, NO_SCALES)
+    tile_scheduler_metadata.first_used(config)
     return _unflattened(out, lse, batch, rows)
 
 
@@ -188,7 +196,7 @@ def flash_mla_sparse_fwd(
             f"kv has shape {tuple(kv.shape)} but q has {q.shape[2]} columns: pass [tokens, 1, {q.shape[2]}]."
         )
     lists = sparse.lists_of(kv, indices, topk_length, (len(q), 1), ("kv", "indices", "topk_length"))
-    lists = lists._replace(indices=torch.where(lists.indices < len(kv), lists.indices, -1))
+    lists = lists._replace(indices=torch.where(lists.indices < len(kv), lists.indices.clamp(min=-1), -1))
     call = sparse.SparseCall(q, d_v, checks.real("sm_scale", sm_scale, error=RunError))
     out, lse = sparse.attend(call, [lists], attn_sink)
     return out, None, lse
@@ -234,9 +242,7 @@ def _take(meta: Any, num_splits: Any, config: FlashMLASchedMeta.Config) -> None:
         raise RunError(
             "tile_scheduler_metadata of the metadata was written: leave it None, as flashpage has plans of its own."
         )
-    if meta.config is None:
-        meta.config, meta.have_initialized = config, True
-    elif meta.config != config:
+    if meta.config is not None and meta.config != config:
         differ = (f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(meta.config, f.name))
         name = next(differ)
         raise RunError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -110,8 +111,8 @@ def lists_of(cache: Any, indices: Any, lengths: Any, rows: tuple[int, ...], name
                 f"{names[2]} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}: pass int32 of {rows[:1]}, on "
                 "the device of the lists."
             )
-        lengths = lengths.repeat_interleave(indices[0].numel() // max(1, indices.shape[-1]))
-    return Lists(cache, indices.reshape(-1, indices.shape[-1]).contiguous(), lengths)
+        lengths = lengths.repeat_interleave(math.prod(rows[1:]))
+    return Lists(cache, indices.flatten(0, -2).contiguous(), lengths)
 
 
 def _row_format(cache: torch.Tensor) -> str | None:
