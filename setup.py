@@ -25,6 +25,7 @@ from pathlib import Path
 
 from setuptools import Command, Distribution, setup
 from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
@@ -253,6 +254,15 @@ class BuildWheel(bdist_wheel):
         return "py3", "none", platform_tag(sorted(folder.rglob("*.so")))
 
 
+class EditableWheel(editable_wheel):
+    """An editable install by the checkout's path. Setuptools' import hook would come after a folder named flashpage in
+    the folder of the user's script, such as the clone itself, which Python takes for a namespace package."""
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.mode = "compat"
+
+
 class PlatformDistribution(Distribution):
     """A distribution with binaries, so that the wheel goes to platlib."""
 
@@ -264,5 +274,10 @@ class PlatformDistribution(Distribution):
 
 setup(
     distclass=PlatformDistribution,
-    cmdclass={"build_host": BuildHost, "build_py": BuildPackage, "bdist_wheel": BuildWheel},
+    cmdclass={
+        "build_host": BuildHost,
+        "build_py": BuildPackage,
+        "bdist_wheel": BuildWheel,
+        "editable_wheel": EditableWheel,
+    },
 )

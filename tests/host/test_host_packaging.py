@@ -209,3 +209,13 @@ def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "-q", "build_host"]
     result = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     assert result.returncode != 0 and "/nonexistent/g++ is missing: install g++" in result.stderr
+
+
+def test_a_clone_next_to_a_script_does_not_hide_the_package(tmp_path: Path) -> None:
+    """A user's script lies next to a clone, whose folder is named flashpage and has no __init__.py."""
+    (tmp_path / "flashpage").mkdir()
+    script = tmp_path / "mine.py"
+    script.write_text("import importlib.util\nprint(importlib.util.find_spec('flashpage').origin)\n")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=True).stdout.strip()
+    assert found.endswith("flashpage/__init__.py"), found
