@@ -114,7 +114,7 @@ struct DecodeCompute {
       }
       if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, rows, args, first);
       if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, rows, args, first);
-      state.update(scores, values, softmax_scale_of<Traits>(scale));
+      state.update(scores, values, softmax_scale_of<Traits>(scale, args));
       Probabilities<Traits, tokens / 8> probabilities(scores);
       multiply_values(values, probabilities, keys + Shared::key_bytes + part * S::ValueRows::tile_bytes, lane, nothing);
       __syncwarp();
