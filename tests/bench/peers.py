@@ -17,7 +17,7 @@ Call = Callable[[], Tensor]
 
 
 class Lengths:
-    """What a plan of one case needs."""
+    """The sizes of one case and its page table: a plan needs no more."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device

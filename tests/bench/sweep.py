@@ -1,6 +1,6 @@
 """Cases that no table lists, against the best peer in turns: drawn heads, head dims, pages, batches, lengths, options.
 
-The same seed draws the same cases. A run times cases that the file of `--json` does not have yet, until its seconds are
+A seed always draws the same cases. A run times cases that the file of `--json` does not have yet, until its seconds are
 over, so a sweep can be run in parts; kernels of the next cases compile meanwhile. It ends with a report of all lines of
 the file: the cases in which the best peer takes less than 1.02 of flashpage's time. `--small --device cpu` runs tiny
 shapes with the host's clock: it only shows that the program works.
@@ -161,9 +161,9 @@ def report(lines: Iterable[dict[str, Any]]) -> None:
     print(f"\n| below {ENOUGH} | ratio | us | best peer |\n| --- | --- | --- | --- |")
     for line in slower:
         print(f"| {line['case']} | {line['ratio']:.3f} | {line['us']['flashpage']:,.1f} | {line['best_peer']} |")
-    behind = sum(ratio < EQUAL for ratio in ratios)
+    lost = sum(ratio < EQUAL for ratio in ratios)
     print(
-        f"{len(lines)} cases, {len(ratios)} with a peer: {behind} ({behind / len(ratios):.1%}) below {EQUAL:g},"
+        f"{len(lines)} cases, {len(ratios)} with a peer: {lost} ({lost / len(ratios):.1%}) below {EQUAL:g},"
         f" {len(slower)} below {ENOUGH}, geometric mean {statistics.geometric_mean(ratios):.3f}"
     )
 
