@@ -140,7 +140,7 @@ struct DecodeCompute {
     for (int i = thread % team_threads; i < tokens * chunks; i += team_threads) {
       int row = i / chunks, chunk = i % chunks;
       if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
-      *reinterpret_cast<uint4*>(tile + chunk / 8 * (tokens * 128) + row * 128 + chunk % 8 * 16) =
+      *reinterpret_cast<uint4*>(tile + chunk / 8 * (tokens * 128) + row * S::ValueRows::stride + chunk % 8 * 16) =
           make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_bulk_copies();
