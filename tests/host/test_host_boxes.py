@@ -109,6 +109,15 @@ def test_every_element_lies_where_the_tensor_has_it(name: str) -> None:
             assert address + offset == tensor[page, token, head, column].data_ptr()
 
 
+def test_narrow_lines_are_half_as_wide() -> None:
+    view, _ = kv_view.paged_views(empty(PAGES, 2, SIZE, KV, 64, dtype=FP8), "NHD")
+    wide, narrow = (
+        tensor_maps.box_form(view, "K", element_bytes=1, tokens=8, is_paged=True, line=line) for line in (128, 64)
+    )
+    assert (tuple(wide.box), tuple(narrow.box)) == ((128, 8, 1, 1), (64, 8, 1, 1))
+    assert tuple(wide.dims) == tuple(narrow.dims) and tuple(wide.strides) == tuple(narrow.strides)
+
+
 @pytest.mark.parametrize(
     ("page_size", "tile_kv", "tokens"),
     [(8, 64, 8), (16, 64, 16), (48, 64, 16), (64, 64, 64), (128, 64, 64), (16, 32, 16), (64, 96, 32), (24, 32, 8)],
