@@ -32,7 +32,7 @@ struct SoftCap {
   float cap, argument_scale;
 
   FP_DEVICE explicit SoftCap(float cap)
-      : cap(form == SoftCapForm::exact ? cap : fabsf(cap)),
+      : cap(form != SoftCapForm::exact && cap < 0.f ? -cap : cap),
         argument_scale(argument_of_one() * ptx::reciprocal_approx(this->cap)) {}
   FP_DEVICE bool serves() const { return form == SoftCapForm::polynomial || (cap <= most && cap >= -most); }
   FP_DEVICE float softmax_scale() const { return form == SoftCapForm::exact ? log2_e : cap * log2_e; }
@@ -62,7 +62,7 @@ struct SoftCap {
   // Whether the polynomial serves all of a warp's arguments: a number from 2 on, infinity and NaN have bit 30.
   template <int token_tiles>
   FP_DEVICE static bool are_small(const float (&arguments)[token_tiles][4]) {
-    u32 bits = 0;
+    auto bits = __float_as_uint(arguments[0][0]);
 #pragma unroll
     for (int n = 0; n < token_tiles; ++n)
 #pragma unroll
@@ -72,8 +72,9 @@ struct SoftCap {
   // tanh(y / 2) for |y| < 2: relative error 2^-20.5 (a minimax fit).
   FP_DEVICE static float polynomial(float y) {
     const float u = y * y;
-    const float high = fmaf(fmaf(-1.49758512e-6f, u, 3.27013659e-5f), u, -4.03169222e-4f);
-    return y * fmaf(fmaf(fmaf(high, u, 4.15044790e-3f), u, -4.16613035e-2f), u, 0.499999702f);
+    const float high = vm::multiply_add(vm::multiply_add(-1.49758512e-6f, u, 3.27013659e-5f), u, -4.03169222e-4f);
+    return y * vm::multiply_add(vm::multiply_add(vm::multiply_add(high, u, 4.15044790e-3f), u, -4.16613035e-2f), u,
+                                0.499999702f);
   }
 
  private:
@@ -107,8 +108,8 @@ struct SoftCap {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float u = x[i] * x[i];
-      p[i] = x[i] * fmaf(fmaf(0.000670564419f, u, 0.102417655f), u, 0.999948025f);
-      q[i] = fmaf(fmaf(0.0128198760f, u, 0.435432434f), u, 1.f);
+      p[i] = x[i] * vm::multiply_add(vm::multiply_add(0.000670564419f, u, 0.102417655f), u, 0.999948025f);
+      q[i] = vm::multiply_add(vm::multiply_add(0.0128198760f, u, 0.435432434f), u, 1.f);
     }
     const float reciprocal = ptx::reciprocal_approx(q[0] * q[1]);
     a = p[0] * (q[1] * reciprocal);
@@ -119,8 +120,8 @@ struct SoftCap {
     const float s = 1.f + ptx::exp2_approx(ptx::least_or_nan(a, 60.f)),
                 t = 1.f + ptx::exp2_approx(ptx::least_or_nan(b, 60.f));
     const float reciprocal = -2.f * ptx::reciprocal_approx(s * t);
-    a = fmaf(t, reciprocal, 1.f);
-    b = fmaf(s, reciprocal, 1.f);
+    a = vm::multiply_add(t, reciprocal, 1.f);
+    b = vm::multiply_add(s, reciprocal, 1.f);
   }
 };
 
