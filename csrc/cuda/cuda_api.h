@@ -47,6 +47,7 @@ inline constexpr int launch_attribute_programmatic_stream_serialization = 6;
 inline constexpr int tensor_map_uint8 = 0;
 inline constexpr int tensor_map_uint16 = 1;
 inline constexpr int tensor_map_interleave_none = 0;
+inline constexpr int tensor_map_swizzle_64b = 2;
 inline constexpr int tensor_map_swizzle_128b = 3;
 inline constexpr int tensor_map_l2_promotion_none = 0;
 inline constexpr int tensor_map_fill_zeros = 0;  // CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE

@@ -11,13 +11,14 @@ import itertools
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .kernel import FP8, HALF, AttentionKernel, ability, attention_traits, dtypes, head_dims, no_latent_rows
 from .spec import KernelSpec
-from .tensor_maps import boxes_or_rows
+from .tensor_maps import LINE_BYTES, NARROW_LINE_BYTES, boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
 from .work import InnerLoop, Work
 
 MOST_PACKED_ROWS = 64
 _MOST_STAGES = 64  # the header uses as many as fit the ring
 _HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measured
+_HAS_NARROW_LINES = False  # under test: rows of at most 64 bytes in lines of 64, so that the ring holds twice as many
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
 
@@ -107,8 +108,15 @@ def _cost(work: Work, tile: Tile) -> Cost:
     )
 
 
+def _line_bytes(spec: KernelSpec) -> int:
+    row_bytes = max(spec.head_dim_qk, spec.head_dim_vo) * spec.kv_dtype.size
+    is_narrow = spec.loader == "boxes" and spec.position_encoding == "none" and row_bytes <= NARROW_LINE_BYTES
+    return NARROW_LINE_BYTES if _HAS_NARROW_LINES and is_narrow else LINE_BYTES
+
+
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
-    return attention_traits(spec, spec.q_dtype.widened, spec.kv_dtype, "swizzled")
+    layout = "narrow" if _line_bytes(spec) == NARROW_LINE_BYTES else "swizzled"
+    return attention_traits(spec, spec.q_dtype.widened, spec.kv_dtype, layout)
 
 
 _AHEAD = (
@@ -153,6 +161,7 @@ KERNEL = AttentionKernel(
     loader=boxes_or_rows,
     row_alignment=16,
     merges_in_launch=True,
+    line_bytes=_line_bytes,
     runs_beside=True,
     traits=_traits,
     ahead=_AHEAD,

@@ -15,6 +15,7 @@ from .context_classes import ContextClass
 from .devices import ABILITIES, Device
 from .options import Options
 from .spec import KernelSpec
+from .tensor_maps import LINE_BYTES
 from .tile import Cost, Tile
 from .work import InnerLoop, Work
 
@@ -65,6 +66,7 @@ class AttentionKernel(Kernel):
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 if rows are not multiples of it
     merges_in_launch: bool = False  # CUDA: partials are merged without another launch
     row_boxes: bool = False  # it loads q and stores out by tensor maps, if they have one
+    line_bytes: Callable[[KernelSpec], int] = lambda spec: LINE_BYTES  # of boxes of K and V
     gathers_rows: bool = False  # consecutive rows may be worth a copy of single ones (plan/gather_rows.py)
     runs_beside: bool = False  # with one CTA an SM, it can share the SMs with another launch of the same run
     ahead: tuple[Ahead, ...] = ()  # plans whose kernels are built ahead of time

@@ -10,7 +10,8 @@ from ..base.kv_view import View
 from .options import Options
 
 LARGEST_BOX = 32  # tokens: a box may bring tokens beyond the unit, which warps must clear
-_BOX_BYTES = 128  # of a row: the width that SWIZZLE_128B permutes
+# Bytes of a row in a box, and of a line in shared memory: the width that SWIZZLE_128B or SWIZZLE_64B permutes.
+LINE_BYTES, NARROW_LINE_BYTES = 128, 64
 _STRIDE_BYTES = 16  # strides are multiples of it
 _LARGEST_STRIDE = 1 << 40  # bytes
 
@@ -41,9 +42,9 @@ def loader_tokens(loader: str, page_size: int, tile_kv: int, *row_bytes: int) ->
     return 0
 
 
-def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged: bool) -> native.BoxForm:
-    """The form of K or V in boxes of `tokens`; a ragged view is one page. Raises RunError if no map can have its
-    strides."""
+def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged: bool, line: int) -> native.BoxForm:
+    """The form of K or V in boxes of `tokens` and of `line` bytes of a row; a ragged view is one page. Raises RunError
+    if no map can have its strides."""
     columns = max(view.head_dim, _STRIDE_BYTES // element_bytes)  # a cache without columns has a map too
     row_bytes = columns * element_bytes
     counts = (view.page_size, view.num_heads, view.num_pages) if is_paged else (view.num_pages, view.num_heads, 1)
@@ -61,7 +62,7 @@ def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged
         strides.append(stride_bytes)
     return native.BoxForm(
         element_bytes,
-        (_BOX_BYTES // element_bytes, tokens, 1, 1),
+        (line // element_bytes, tokens, 1, 1),
         (columns, *(max(1, count) for count in counts)),  # so does an empty cache
         tuple(strides),
     )
@@ -84,7 +85,7 @@ def rows_form(
         return None
     return native.BoxForm(
         element_bytes,
-        (_BOX_BYTES // element_bytes, group_size, unit_rows // group_size, 1),
+        (LINE_BYTES // element_bytes, group_size, unit_rows // group_size, 1),
         (dim, heads, 1, 1),
         (head_stride, row_stride, row_stride),
     )

@@ -64,12 +64,14 @@ class BoundPart:
         element_bytes = options.kv_dtype.size
         row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)
         tokens = tensor_maps.loader_tokens(spec.loader, page_size, tile.tile_kv, *row_bytes) if tile else 0
-        found = native.KvBoxes()
+        found, line = native.KvBoxes(), prepared.choice.kernel.line_bytes(spec)
         params.box_tokens, params.query_box_rows, params.out_box_rows = tokens, 0, 0
         params.cta_rows = prepared.schedule.tile_q // spec.ctas
         if tokens:
             found.k, found.v = (
-                tensor_maps.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
+                tensor_maps.box_form(
+                    view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged, line=line
+                )
                 for name, view in views.items()
             )
         if tile and prepared.choice.kernel.row_boxes and spec.loader != "converted":

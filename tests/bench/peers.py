@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +16,26 @@ from workloads import Case, Paged, indptr
 Call = Callable[[], Tensor]
 
 
-class Batch:
-    """The tensors of one case."""
+class Lengths:
+    """The sizes of one case and its page table: a plan needs no more."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
         self.q_lens, self.kv_lens = case.q_lens, case.kv_lens
         self.q_indptr = indptr(self.q_lens)
         self.kv_indptr = indptr(self.kv_lens)  # tokens
+        if case.page_size:
+            self.table = Paged(self.kv_lens, case.page_size, device)
+
+
+class Batch(Lengths):
+    """The tensors of one case."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
         self.q = torch.randn(sum(self.q_lens), case.num_q_heads, case.head_dim, device=device, dtype=torch.bfloat16)
         self.q = self.q.to(case.q_dtype)
         if case.page_size:
-            self.table = Paged(self.kv_lens, case.page_size, device)
             self.cache = self.table.cache(case.num_kv_heads, case.head_dim, case.kv_dtype)
         else:
             shape = (sum(self.kv_lens), case.num_kv_heads, case.head_dim)
@@ -57,6 +66,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[-1] ** -0.5
+    if case.soft_cap:
+        scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
     before = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
     if case.causal:
         scores = scores.masked_fill(before < 0, float("-inf"))
@@ -65,32 +76,44 @@ def reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
-def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
-    """flashpage, and libraries with its interface."""
-    module, case = importlib.import_module(module_name), batch.case
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
+def planned(module_name: str, lengths: Lengths, **options: object) -> Any:
+    """A wrapper of flashpage, or of a library with its interface, that has planned the case."""
+    module, case = importlib.import_module(module_name), lengths.case
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=lengths.device)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
     masks = {"causal": case.causal, "window_left": case.window_left}
-    dtypes = {"q_data_type": case.q_dtype, "kv_data_type": case.kv_dtype}
+    more: dict[str, Any] = {"q_data_type": case.q_dtype, "kv_data_type": case.kv_dtype}
+    if case.soft_cap:
+        more["logits_soft_cap"] = case.soft_cap
     if not case.page_size:
         ragged = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", **options)
-        ragged.plan(batch.q_indptr, batch.kv_indptr, *heads, **masks, **dtypes)
-        return lambda: ragged.run(batch.q, batch.k, batch.v)
-    table = batch.table
+        ragged.plan(lengths.q_indptr, lengths.kv_indptr, *heads, **masks, **more)
+        return ragged
+    table = lengths.table
     pages = (table.indptr, table.indices, table.last_page_len)
     if case.q_len == 1:
         paged = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **options)
-        paged.plan(*pages, *heads, case.page_size, window_left=case.window_left, **dtypes)
+        paged.plan(*pages, *heads, case.page_size, window_left=case.window_left, **more)
     else:
         paged = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **options)
-        paged.plan(batch.q_indptr, *pages, *heads, case.page_size, **masks, **dtypes)
-    return lambda: paged.run(batch.q, batch.cache)
+        paged.plan(lengths.q_indptr, *pages, *heads, case.page_size, **masks, **more)
+    return paged
+
+
+def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
+    """flashpage, and libraries with its interface."""
+    wrapper = planned(module_name, batch, **options)
+    if batch.case.page_size:
+        return lambda: wrapper.run(batch.q, batch.cache)
+    return lambda: wrapper.run(batch.q, batch.k, batch.v)
 
 
 def torch_call(backend: SDPBackend, batch: Batch) -> Call | None:
     """torch's own attention, for ragged prefills of equal lengths."""
     case = batch.case
     if case.page_size or len(set(batch.q_lens)) > 1 or batch.q_lens != batch.kv_lens or case.window_left >= 0:
+        return None
+    if case.soft_cap or case.q_dtype != torch.bfloat16:
         return None
     q, k, v = (x.view(case.batch, -1, *x.shape[1:]).transpose(1, 2) for x in (batch.q, batch.k, batch.v))
 
@@ -107,13 +130,16 @@ def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
     import flash_attn_interface as fa3
 
     case, device = batch.case, batch.device
-    masks = {"causal": case.causal, "window_size": (case.window_left, -1)}
+    masks: dict[str, object] = {"causal": case.causal, "window_size": (case.window_left, -1)}
+    scores: dict[str, object] = {"softcap": case.soft_cap} if case.soft_cap else {}
     q_starts, longest_q = batch.q_indptr.to(device), max(batch.q_lens)
     if not case.page_size:
         k_starts = batch.kv_indptr.to(device)
         lengths = (q_starts, k_starts, longest_q, max(batch.kv_lens))
         return (
-            None if is_scheduled else lambda: fa3.flash_attn_varlen_func(batch.q, batch.k, batch.v, *lengths, **masks)
+            None
+            if is_scheduled
+            else lambda: fa3.flash_attn_varlen_func(batch.q, batch.k, batch.v, *lengths, **masks, **scores)
         )
     if case.kv_dtype != case.q_dtype:
         return None
@@ -122,8 +148,9 @@ def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
     if is_scheduled:
         sizes = (case.batch, longest_q, max(batch.kv_lens), case.num_q_heads, case.num_kv_heads, case.head_dim)
         told = {"qkv_dtype": case.q_dtype, "cu_seqlens_q": q_starts, "page_size": case.page_size, **masks}
+        told |= {"has_softcap": True} if case.soft_cap else {}
         options["scheduler_metadata"] = fa3.get_scheduler_metadata(*sizes, kv_lens, **told)
-    options |= {"cache_seqlens": kv_lens, "max_seqlen_q": longest_q, **masks}
+    options |= {"cache_seqlens": kv_lens, "max_seqlen_q": longest_q, **masks, **scores}
     k, v = batch.cache[:, 0], batch.cache[:, 1]
     return lambda: fa3.flash_attn_with_kvcache(batch.q, k, v, **options)
 

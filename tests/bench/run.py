@@ -35,6 +35,7 @@ BENCHMARKS = {
     "load": Benchmark(("load_bench.py",), "how fast the decode kernel's loaders read alone (Hopper)", needs_gpu=True),
     "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU, against the peers", needs_gpu=True),
     "more-prefill": Benchmark(("gpu.py", "more-prefill"), "other lengths, groups, windows and dims", needs_gpu=True),
+    "sweep": Benchmark(("sweep.py", "--seconds", "60"), "drawn cases against the best peer, a part", needs_gpu=True),
     "mixed": Benchmark(("mixed.py",), "prompts and decodes in one batch, against either alone", needs_gpu=True),
     "cascade": Benchmark(("cascade.py",), "requests that share tokens, against flat decode", needs_gpu=True),
     "engine": Benchmark(("engine.py",), "tokens per second of the engine, by attention", needs_gpu=True),

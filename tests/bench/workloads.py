@@ -73,6 +73,7 @@ class Case:
     window_left: int = -1  # tokens that a row sees before its own; -1: all
     kv_dtype: torch.dtype = torch.bfloat16
     q_dtype: torch.dtype = torch.bfloat16
+    soft_cap: float = 0.0  # 0: none
 
     def lens(self, mean: int) -> list[int]:
         return chat(self.batch, mean) if self.kind == "chat" else distribution(self.kind, self.batch, mean)

@@ -87,7 +87,7 @@ def forms(layout: Layout, is_paged: bool, tokens: int = 8) -> list[tuple[native.
     found = []
     for name, view, tensor in zip("KV", views, (layout.k, layout.v), strict=True):
         size = tensor.element_size()
-        form = tensor_maps.box_form(view, name, element_bytes=size, tokens=tokens, is_paged=is_paged)
+        form = tensor_maps.box_form(view, name, element_bytes=size, tokens=tokens, is_paged=is_paged, line=128)
         base = layout.cache if isinstance(layout.cache, torch.Tensor) else layout.cache["KV".index(name)]
         found.append((form, tensor, base.data_ptr() + view.offset * size))
     return found
@@ -107,6 +107,15 @@ def test_every_element_lies_where_the_tensor_has_it(name: str) -> None:
             steps = sum(i * s for i, s in zip((token, head, page), form.strides, strict=True))
             offset = steps + column * form.element_bytes
             assert address + offset == tensor[page, token, head, column].data_ptr()
+
+
+def test_narrow_lines_are_half_as_wide() -> None:
+    view, _ = kv_view.paged_views(empty(PAGES, 2, SIZE, KV, 64, dtype=FP8), "NHD")
+    wide, narrow = (
+        tensor_maps.box_form(view, "K", element_bytes=1, tokens=8, is_paged=True, line=line) for line in (128, 64)
+    )
+    assert (tuple(wide.box), tuple(narrow.box)) == ((128, 8, 1, 1), (64, 8, 1, 1))
+    assert tuple(wide.dims) == tuple(narrow.dims) and tuple(wide.strides) == tuple(narrow.strides)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +163,7 @@ def test_strides_that_no_map_can_have_are_reported() -> None:
         ({"page_stride": 1 << 39}, r"V has 1099511627776 bytes from page to page: .* below 2\^40"),
     ):
         with pytest.raises(RunError, match=message):
-            tensor_maps.box_form(view._replace(**changed), "V", element_bytes=2, tokens=8, is_paged=True)
+            tensor_maps.box_form(view._replace(**changed), "V", element_bytes=2, tokens=8, is_paged=True, line=128)
 
 
 QUERY = {"element_bytes": 2, "group_size": 4, "unit_rows": 128}

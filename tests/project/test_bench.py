@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ PROGRAMS = [  # program and arguments, and a line that it prints
     (("gpu.py", "prefill", "--only", "16 x 1k", *SMALL), "| ragged 16 x 1k | flashpage |"),
     (("gpu.py", "fp8-prefill", "--only", "4 x 4k", *SMALL), "| e4m3, page 16, 4 x 4k | flashpage |"),
     (("gpu.py", "prefill", "--only", "append 8", *SMALL), "| append 8 rows on 8k, 32 requests | flashpage |"),
+    (("sweep.py", "--only", "1.036", "--json", os.devnull, *SMALL), "1.036 decode"),
     (("cascade.py", "--only", "64 requests, 8k", *SMALL), "| 64 requests, 8k shared, 1k own | flashpage |"),
     (("plan_arithmetic.py", "--rounds", "1", "--largest", "0"), "| prefill, 1,024 rows | 64 |"),
     (("small_pages.py", "--only", "4 x 4k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 4k |"),
@@ -94,6 +96,24 @@ def test_attention_of_torch() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| flashpage |") == 7
+
+
+def test_a_sweep_draws_the_same_cases_and_lists_those_behind(
+    bench_path: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sweep
+
+    cases = sweep.drawn(1, 30)
+    assert cases == sweep.drawn(1, 40)[:30] and cases != sweep.drawn(2, 30)
+    assert len({case.name for case in cases}) == 30
+    common = {"section": sweep.SECTION, "best_peer": "fa3", "us": {"flashpage": 10.0}}
+    ratios = {"a": 0.9, "b": 1.019, "c": 1.02, "d": None}
+    lines = [{**common, "case": case, "ratio": ratio} for case, ratio in [("a", 2.0), *ratios.items()]]
+    (path := tmp_path / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sweep.report(sweep.timed(path).values())
+    *_, first, second, end = capsys.readouterr().out.splitlines()
+    assert (first[:10], second[:11]) == ("| a | 0.90", "| b | 1.019")
+    assert end.startswith("4 cases, 3 with a peer: 1 (33.3%) below 1, 2 below 1.02, geometric mean 0.978")
 
 
 def test_every_benchmark_has_its_program(bench_path: None) -> None:

@@ -67,7 +67,7 @@ enum class MaskSource { implicit, packed_bits, function };
 enum class PositionEncoding { none, rope };
 // Layout of K and V in shared memory: tile/layout/shared_rows.h, tile/layout/swizzled_rows.h; `pieces` is for K alone:
 // tile/layout/piece_rows.h.
-enum class RowsLayout { pitched, swizzled, pieces };
+enum class RowsLayout { pitched, swizzled, pieces, narrow };
 // How K and V come to shared memory. boxes: the copy engine, box by box; rows: threads, row by row; converted: threads
 // that convert elements on the way; transposed: the copy engine, then threads that transpose V; none: the kernel has
 // only one way. For block_write it is the layout of the cache: blocks (K in pieces of 16 bytes, V by column) or rows

@@ -149,7 +149,7 @@ struct FewRows {
       multiply_keys<Traits>(scores, finished_keys(step, first), lane, query_fragment, nothing);
       if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, warp_rows, args, first);
       if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, warp_rows, args, first);
-      state.update(scores, values, softmax_scale_of<Traits>(scale));
+      state.update(scores, values, softmax_scale_of<Traits>(scale, args));
       Probabilities<Traits, tokens / 8> probabilities(scores);
       multiply_values(values, probabilities, ptx::shared_address(key_stage(step) + Shared::key_bytes), lane, nothing);
     }

@@ -121,7 +121,7 @@ struct LatentAttention {
     if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, warp_rows, args, first);
     if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, warp_rows, args, first);
     if constexpr (Traits::kv_source == KvSource::selected) shared.tiles.hide_missing(scores, tile, lane());
-    state.update(scores, values, softmax_scale_of<Traits>(scale));
+    state.update(scores, values, softmax_scale_of<Traits>(scale, args));
     const Probabilities<Traits, tokens / 8> probabilities(scores);
     multiply_values(values, probabilities, rows + first_column() * int(sizeof(typename S::Cache)), lane(), nothing);
     note_rows(place, tile + 2, next);

@@ -205,7 +205,7 @@ struct ManyRows {
     if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, rows(), args, first);
     if (masking == Masking::on || (masking == Masking::where_needed && needs_mask<Traits>(unit, first, tokens)))
       mask_scores<Traits>(scores, rows(), args, first);
-    state.update(scores, values, softmax_scale_of<Traits>(scale));
+    state.update(scores, values, softmax_scale_of<Traits>(scale, args));
     Probabilities<Traits, tokens / 8> probabilities(scores);
     ptx::cp_async_wait<stages - 1>();
     __syncthreads();  // this tile's values have arrived, and its keys have been read

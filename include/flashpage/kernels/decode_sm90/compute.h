@@ -114,7 +114,7 @@ struct DecodeCompute {
       }
       if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, rows, args, first);
       if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, rows, args, first);
-      state.update(scores, values, softmax_scale_of<Traits>(scale));
+      state.update(scores, values, softmax_scale_of<Traits>(scale, args));
       Probabilities<Traits, tokens / 8> probabilities(scores);
       multiply_values(values, probabilities, keys + Shared::key_bytes + part * S::ValueRows::tile_bytes, lane, nothing);
       __syncwarp();
@@ -140,7 +140,7 @@ struct DecodeCompute {
     for (int i = thread % team_threads; i < tokens * chunks; i += team_threads) {
       int row = i / chunks, chunk = i % chunks;
       if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
-      *reinterpret_cast<uint4*>(tile + chunk / 8 * (tokens * 128) + row * 128 + chunk % 8 * 16) =
+      *reinterpret_cast<uint4*>(tile + chunk / 8 * (tokens * 128) + row * S::ValueRows::stride + chunk % 8 * 16) =
           make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_bulk_copies();

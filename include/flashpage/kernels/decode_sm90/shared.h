@@ -29,8 +29,9 @@ struct DecodeShared {
   using S = Shape<Traits>;
   static constexpr int tokens = S::warp_tokens;  // of one slot
   static constexpr int loading_warps = DecodeWarps<Traits>::loading;
-  static constexpr int key_bytes = SwizzledRows<typename S::Cache, Traits::head_dim_qk, tokens>::tile_bytes;
-  static constexpr int value_bytes = SwizzledRows<typename S::Cache, Traits::head_dim_vo, tokens>::tile_bytes;
+  static constexpr int key_bytes = LineRows<Traits::layout, typename S::Cache, Traits::head_dim_qk, tokens>::tile_bytes;
+  static constexpr int value_bytes =
+      LineRows<Traits::layout, typename S::Cache, Traits::head_dim_vo, tokens>::tile_bytes;
   static constexpr int query_bytes = S::QueryRows::bytes(Traits::tile_q);
   // Units whose place and Q are loaded ahead of the computing warps: more if units may be short.
   static constexpr int places_ahead = query_bytes <= 4096 ? 4 : query_bytes <= 16384 ? 2 : 1;

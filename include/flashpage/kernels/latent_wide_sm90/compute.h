@@ -241,7 +241,7 @@ struct WideCompute {
     ptx::wgmma_commit();
   }
 
-  FP_DEVICE static float softmax_scale(const State& state) { return softmax_scale_of<Traits>(state.place.scale); }
+  FP_DEVICE static float softmax_scale(const State& state) { return softmax_scale_of<Traits>(state.place.scale, {}); }
 
   // Multiplies the values by the factor, which is rare. It waits for all products, those of scores too, because the
   // compiler does not know which ones are over.

@@ -56,7 +56,7 @@ struct ScoreRules {
         args(args),
         tiled(pipeline.unit()),
         scale(scale_of(pipeline, first_row)),
-        softmax_scale(softmax_scale_of<Traits>(scale)),
+        softmax_scale(softmax_scale_of<Traits>(scale, args)),
         transforms(transforms_scores<Traits>(params, scale)),
         rows{params, tiled.place.item, tiled.place.unit, first_row, lane},
         kept_rows(scale, rows) {}

@@ -1,5 +1,6 @@
 // Element types and shapes of shared tiles that follow from a kernel's Traits.
 #pragma once
+#include "flashpage/tile/layout/narrow_rows.h"
 #include "flashpage/tile/layout/piece_rows.h"
 #include "flashpage/tile/layout/shared_rows.h"
 #include "flashpage/tile/layout/swizzled_rows.h"
@@ -14,7 +15,7 @@ struct Shape {
   static constexpr bool rotate = Traits::position_encoding == PositionEncoding::rope;
   // K and V lie in swizzled panels, as the copy engine writes them; each warp of the token dimension has a tile of
   // `tile_kv` tokens of its own.
-  static constexpr bool swizzled = Traits::layout == RowsLayout::swizzled;
+  static constexpr bool swizzled = Traits::layout == RowsLayout::swizzled || Traits::layout == RowsLayout::narrow;
   static constexpr bool latent = is_latent<Traits::kv_source>;  // V is the first columns of K's tile
   // The key type that the score product reads: the cache's own (swizzled: keys are rotated on their way to the tensor
   // cores), or rotated keys widened to the query's type.
@@ -53,8 +54,8 @@ struct Shape {
 
   using QueryRows = SharedRows<Query, Traits::head_dim_qk>;
   template <class Element, int columns>
-  using PitchedRows =
-      typename select_type<swizzled, SwizzledRows<Element, columns, warp_tokens>, SharedRows<Element, columns>>::type;
+  using PitchedRows = typename select_type<swizzled, LineRows<Traits::layout, Element, columns, warp_tokens>,
+                                           SharedRows<Element, columns>>::type;
   template <class Element, int columns>
   using Rows = typename select_type<Traits::layout == RowsLayout::pieces, PieceRows<Element, columns, warp_tokens>,
                                     PitchedRows<Element, columns>>::type;

@@ -1,6 +1,6 @@
 // The two halves of a slot of tokens, which come from two views of the cache and follow each other in shared memory.
 #pragma once
-#include "flashpage/tile/layout/swizzled_rows.h"
+#include "flashpage/tile/layout/narrow_rows.h"
 
 namespace flashpage {
 
@@ -11,8 +11,8 @@ struct SlotHalves {
   static constexpr bool is_latent = Traits::kv_source == KvSource::latent;
   static constexpr int first_columns = is_latent ? Traits::head_dim_vo : Traits::head_dim_qk;
   static constexpr int second_columns = is_latent ? Traits::head_dim_qk - Traits::head_dim_vo : Traits::head_dim_vo;
-  using First = SwizzledRows<typename Traits::Cache, first_columns, tokens>;
-  using Second = SwizzledRows<typename Traits::Cache, second_columns, tokens>;
+  using First = LineRows<Traits::layout, typename Traits::Cache, first_columns, tokens>;
+  using Second = LineRows<Traits::layout, typename Traits::Cache, second_columns, tokens>;
 };
 
 }  // namespace flashpage

@@ -86,11 +86,11 @@ struct DecodeBoxes {
     u32 barrier = shared.ring.full_barrier(use), tile = ptx::shared_address(shared.slots[shared.ring.slot(use)]);
     shared.ring.wait_empty(use);
     if (!ptx::elect_one()) return;
-    ptx::mbarrier_arrive_expect(barrier, present * (Keys::panels + Values::panels) * 128 << box_shift);
+    ptx::mbarrier_arrive_expect(barrier, present * (Keys::panels + Values::panels) * Keys::stride << box_shift);
 #pragma unroll
     for (int i = 0; i < boxes; ++i) {
       if (i >= present) continue;
-      u32 box = tile + (i * 128 << box_shift);
+      u32 box = tile + (i * Keys::stride << box_shift);
 #pragma unroll
       for (int panel = 0; panel < Keys::panels; ++panel)
         ptx::tensor_copy(box + panel * Keys::panel_bytes, maps.k, barrier, panel * Keys::panel_columns, at[i].row,

@@ -2,8 +2,8 @@
 #pragma once
 #include "flashpage/params/variant.h"
 #include "flashpage/ptx/math.h"
-#include "flashpage/ptx/rcp.h"
 #include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/softmax/soft_cap.h"
 #include "flashpage/tile/warp_rows.h"
 
 namespace flashpage {
@@ -27,7 +27,11 @@ FP_DEVICE bool scales_first(float score_scale) {
 
 // The factor that softmax applies after transform_scores.
 template <class Traits>
-FP_DEVICE float softmax_scale_of(float score_scale) {
+FP_DEVICE float softmax_scale_of(float score_scale, [[maybe_unused]] const VariantArgs& args) {
+  if constexpr (Traits::Variant::ends_in_soft_cap) {
+    const SoftCap cap(Traits::Variant::soft_cap(args));
+    if (cap.serves()) return cap.softmax_scale();
+  }
   if constexpr (Traits::Variant::has_logit) return log2_e;
   return scales_first<Traits>(score_scale) ? 1.f : score_scale;
 }
@@ -41,25 +45,12 @@ FP_DEVICE bool transforms_scores(const AttentionParams& params, float scale) {
   return Traits::Variant::has_logit || scales_heads(params) || __any_sync(0xffffffff, scales_first<Traits>(scale));
 }
 
-// cap * tanh(score / cap) as cap - 2 cap / (1 + 2^(exponent_scale * score)): five instructions. The error of tanh is
-// 2^-22 of its largest value, so caps beyond `most` use the variant's own function.
-struct SoftCap {
-  static constexpr float most = 128.f;
-  float cap, exponent_scale;
-
-  FP_DEVICE explicit SoftCap(float cap) : cap(cap), exponent_scale(2.f * log2_e * ptx::reciprocal_approx(cap)) {}
-  FP_DEVICE bool serves() const { return cap <= most && cap >= -most; }
-  FP_DEVICE float of_exponent(float exponent) const {
-    return vm::multiply_add(-2.f * cap, ptx::reciprocal_approx(1.f + ptx::exp2_approx(exponent)), cap);
-  }
-};
-
-// A factor of scores in addition to their scale: exponent_scale, if a soft cap is the whole transform.
+// A factor of scores in addition to their scale: argument_scale, if a soft cap is the whole transform.
 template <class Traits>
 FP_DEVICE float first_factor(const VariantArgs& args) {
   if constexpr (Traits::Variant::only_soft_cap) {
     const SoftCap cap(Traits::Variant::soft_cap(args));
-    if (cap.serves()) return cap.exponent_scale;
+    if (cap.serves()) return cap.argument_scale;
   }
   return 1.f;
 }
@@ -121,6 +112,22 @@ FP_DEVICE void transform_each(float (&scores)[Shape<Traits>::row_tiles][token_ti
     }
 }
 
+// score = cap of argument_of(score * scale, row, token) for each score.
+template <class Traits, int token_tiles, class RowOf, class ArgumentOf>
+FP_DEVICE void cap_each(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], i32 first_token, int lane,
+                        RowOf&& row_of, const SoftCap& cap, ArgumentOf&& argument_of) {
+  if constexpr (SoftCap::by_tile) {
+    transform_each<Traits>(scores, first_token, lane, row_of, argument_of);
+#pragma unroll
+    for (int m = 0; m < Shape<Traits>::row_tiles; ++m) cap.apply(scores[m]);
+  } else {
+    transform_each<Traits>(scores, first_token, lane, row_of,
+                           [&](float score, const TransformedRow& row, vm::Token token) {
+                             return cap.of_argument(argument_of(score, row, token));
+                           });
+  }
+}
+
 // Applies the variant's logit function; row_of(m, half) returns a row.
 template <class Traits, int token_tiles, class RowOf>
 FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
@@ -137,14 +144,13 @@ FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][toke
     const SoftCap cap(Variant::soft_cap(args));
     if (cap.serves()) {
       if constexpr (Variant::only_soft_cap) {
-        transform_each<Traits>(
-            scores, first_token, lane, row_of,
-            [&](float exponent, const TransformedRow&, vm::Token) { return cap.of_exponent(exponent); });
+        cap_each<Traits>(scores, first_token, lane, row_of, cap,
+                         [](float argument, const TransformedRow&, vm::Token) { return argument; });
       } else {
-        transform_each<Traits>(
-            scores, first_token, lane, row_of, [&](float score, const TransformedRow& row, vm::Token token) {
+        cap_each<Traits>(
+            scores, first_token, lane, row_of, cap, [&](float score, const TransformedRow& row, vm::Token token) {
               score = Variant::before_soft_cap(args, score, item.request, row.head, row.position, known(token));
-              return cap.of_exponent(score * cap.exponent_scale);
+              return score * cap.argument_scale;
             });
       }
       return;
