@@ -29,26 +29,6 @@ FP_DEVICE float cos_approx(float x) {
   return y;
 }
 
-// Error 2^-11 of the result.
-FP_DEVICE float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// The smaller of two numbers; NaN if one of them is NaN.
-FP_DEVICE float least_or_nan(float x, float y) {
-  float least;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
-  return least;
-}
-// x between -limit and limit; NaN stays.
-FP_DEVICE float clamp_or_nan(float x, float limit) {
-  float clamped;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(clamped) : "f"(least_or_nan(x, limit)), "f"(-limit));
-  return clamped;
-}
-
 FP_DEVICE float negative_infinity() { return __int_as_float(0xff800000); }
 
 }  // namespace flashpage::ptx

@@ -28,10 +28,7 @@ FP_DEVICE bool scales_first(float score_scale) {
 // The factor that softmax applies after transform_scores.
 template <class Traits>
 FP_DEVICE float softmax_scale_of(float score_scale, [[maybe_unused]] const VariantArgs& args) {
-  if constexpr (Traits::Variant::ends_in_soft_cap) {
-    const SoftCap cap(Traits::Variant::soft_cap(args));
-    if (cap.serves()) return cap.softmax_scale();
-  }
+  if constexpr (Traits::Variant::ends_in_soft_cap) return SoftCap(Traits::Variant::soft_cap(args)).softmax_scale();
   if constexpr (Traits::Variant::has_logit) return log2_e;
   return scales_first<Traits>(score_scale) ? 1.f : score_scale;
 }
@@ -48,10 +45,7 @@ FP_DEVICE bool transforms_scores(const AttentionParams& params, float scale) {
 // A factor of scores in addition to their scale: argument_scale, if a soft cap is the whole transform.
 template <class Traits>
 FP_DEVICE float first_factor(const VariantArgs& args) {
-  if constexpr (Traits::Variant::only_soft_cap) {
-    const SoftCap cap(Traits::Variant::soft_cap(args));
-    if (cap.serves()) return cap.argument_scale;
-  }
+  if constexpr (Traits::Variant::only_soft_cap) return SoftCap(Traits::Variant::soft_cap(args)).argument_scale;
   return 1.f;
 }
 
@@ -72,8 +66,8 @@ FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows) {
   };
 }
 
-// Whether a lane has registers to keep its TransformedRows from tile to tile. A soft cap takes them, because it
-// includes the other function for large caps.
+// Whether a lane has registers to keep its TransformedRows from tile to tile. A soft cap takes them, because it keeps
+// all of a tile's arguments until it knows that they are small.
 template <class Traits>
 inline constexpr bool keeps_rows = Traits::Variant::has_logit && !Traits::Variant::ends_in_soft_cap;
 
@@ -116,16 +110,9 @@ FP_DEVICE void transform_each(float (&scores)[Shape<Traits>::row_tiles][token_ti
 template <class Traits, int token_tiles, class RowOf, class ArgumentOf>
 FP_DEVICE void cap_each(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], i32 first_token, int lane,
                         RowOf&& row_of, const SoftCap& cap, ArgumentOf&& argument_of) {
-  if constexpr (SoftCap::by_tile) {
-    transform_each<Traits>(scores, first_token, lane, row_of, argument_of);
+  transform_each<Traits>(scores, first_token, lane, row_of, argument_of);
 #pragma unroll
-    for (int m = 0; m < Shape<Traits>::row_tiles; ++m) cap.apply(scores[m]);
-  } else {
-    transform_each<Traits>(scores, first_token, lane, row_of,
-                           [&](float score, const TransformedRow& row, vm::Token token) {
-                             return cap.of_argument(argument_of(score, row, token));
-                           });
-  }
+  for (int m = 0; m < Shape<Traits>::row_tiles; ++m) cap.apply(scores[m]);
 }
 
 // Applies the variant's logit function; row_of(m, half) returns a row.
@@ -140,26 +127,22 @@ FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][toke
     if constexpr (Variant::logit_loads_by_token) return min_of<i32>(token, item.kv_len - 1);
     if constexpr (!Variant::logit_loads_by_token) return token;
   };
-  if constexpr (Variant::ends_in_soft_cap) {
+  if constexpr (Variant::only_soft_cap) {
+    cap_each<Traits>(scores, first_token, lane, row_of, SoftCap(Variant::soft_cap(args)),
+                     [](float argument, const TransformedRow&, vm::Token) { return argument; });
+  } else if constexpr (Variant::ends_in_soft_cap) {
     const SoftCap cap(Variant::soft_cap(args));
-    if (cap.serves()) {
-      if constexpr (Variant::only_soft_cap) {
-        cap_each<Traits>(scores, first_token, lane, row_of, cap,
-                         [](float argument, const TransformedRow&, vm::Token) { return argument; });
-      } else {
-        cap_each<Traits>(
-            scores, first_token, lane, row_of, cap, [&](float score, const TransformedRow& row, vm::Token token) {
-              score = Variant::before_soft_cap(args, score, item.request, row.head, row.position, known(token));
-              return score * cap.argument_scale;
-            });
-      }
-      return;
-    }
+    cap_each<Traits>(
+        scores, first_token, lane, row_of, cap, [&](float score, const TransformedRow& row, vm::Token token) {
+          score = Variant::before_soft_cap(args, score, item.request, row.head, row.position, known(token));
+          return score * cap.argument_scale;
+        });
+  } else {
+    transform_each<Traits>(scores, first_token, lane, row_of,
+                           [&](float score, const TransformedRow& row, vm::Token token) {
+                             return Variant::logit(args, score, item.request, row.head, row.position, known(token));
+                           });
   }
-  transform_each<Traits>(scores, first_token, lane, row_of,
-                         [&](float score, const TransformedRow& row, vm::Token token) {
-                           return Variant::logit(args, score, item.request, row.head, row.position, known(token));
-                         });
 }
 
 template <class Traits, int token_tiles>

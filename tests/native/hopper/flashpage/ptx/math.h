@@ -10,9 +10,6 @@ inline float log2_approx(float x) { return std::log2(x); }
 inline float coarse(float x) { return std::rint(x * 0x1p21f) * 0x1p-21f; }
 inline float sin_approx(float x) { return coarse(std::sin(x)); }
 inline float cos_approx(float x) { return coarse(std::cos(x)); }
-inline float tanh_approx(float x) { return std::tanh(x); }
-inline float least_or_nan(float x, float y) { return std::isnan(x) || std::isnan(y) ? NAN : std::fmin(x, y); }
-inline float clamp_or_nan(float x, float limit) { return std::fmax(least_or_nan(x, limit), x != x ? x : -limit); }
 inline float negative_infinity() { return -INFINITY; }
 
 }  // namespace flashpage::ptx
