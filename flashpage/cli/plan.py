@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ctas", type=values.count, help="CTAs that share the work (default: all that run at once)")
     parser.add_argument("--items", action="store_true", help="list the work items, too")
     parser.add_argument("--svg", type=Path, help="file to which the plan is drawn")
+    parser.add_argument("--html", type=Path, help="file for a page of the plan, with search, zoom and details")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,6 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.svg:
         plan.to_svg(arguments.svg)
         print(f"drawn to {arguments.svg}")
+    if arguments.html:
+        plan.to_html(arguments.html, card.name if card else "")
+        print(f"page: {arguments.html}")
     return 0
 
 
