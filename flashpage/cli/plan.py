@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ..kernels.devices import Device
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that describe a batch."""
     parser.add_argument(
         "kv_lens",
         type=values.lengths,
@@ -30,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page; 0: ragged (default: 16)")
     parser.add_argument("--not-causal", action="store_true", help="every row sees all tokens of its request")
     parser.add_argument("--window-left", type=int, default=-1, help="tokens seen to the left; -1: all (default)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_batch_arguments(parser)
     parser.add_argument(
         "--backend",
         choices=["cuda", "cpu"],
