@@ -52,7 +52,7 @@ _EXPORTS = {
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 _SUBMODULES = (
     "attention cascade compat decode flash_attn flash_mla jit log mla ops page parallel pod prefill quantization "
-    "sparse utils variants vllm_ops"
+    "sparse timeline utils variants vllm_ops"
 )
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]

@@ -36,6 +36,10 @@ PHASES = (
 )
 
 
+_STYLE = """.back { fill: #fff; } text { fill: #1f2933; } .soft { fill: #56616b; }
+@media (prefers-color-scheme: dark) { .back { fill: #15181c; } text { fill: #e4e7eb; } .soft { fill: #a9b4bf; } }"""
+
+
 class Timeline:
     """Records the runs of a wrapper within a `with` block: when each CTA started, had its first tile, used its last
     one, wrote its rows and ended, on the card's own clock.
@@ -157,7 +161,7 @@ class Timeline:
         measured = f"{' + '.join(found.kernels)}: {len(steps)} CTAs, {ends.max(initial=0.0):.4g} us measured"
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {total + 22}" font-family="sans-serif" '
-            f'font-size="11"><rect width="1000" height="{total + 22}" fill="white"/>',
+            f'font-size="11"><style>{_STYLE}</style><rect width="1000" height="{total + 22}" class="back"/>',
             f'<text x="{left}" y="14">{measured}; the line below each CTA: its plan, one colour a request</text>',
         ]
         for i, phase in enumerate(PHASES):
@@ -175,9 +179,9 @@ class Timeline:
                 lines.append(_bar(x, y + height * 0.68, width, height * 0.2, tone(s.request), f"request {s.request}"))
         for cta in range(0, len(steps), max(1, -(-14 // height))):
             middle = top + (cta + 0.5) * height + 4
-            lines.append(f'<text x="{left - 6}" y="{middle:.0f}" text-anchor="end" fill="#777">{cta}</text>')
-        lines.append(f'<text x="{left}" y="{total + 16}" fill="#777">0</text>')
-        lines.append(f'<text x="996" y="{total + 16}" text-anchor="end" fill="#777">{longest:.4g} us</text></svg>')
+            lines.append(f'<text x="{left - 6}" y="{middle:.0f}" text-anchor="end" class="soft">{cta}</text>')
+        lines.append(f'<text x="{left}" y="{total + 16}" class="soft">0</text>')
+        lines.append(f'<text x="996" y="{total + 16}" text-anchor="end" class="soft">{longest:.4g} us</text></svg>')
         return "\n".join(lines)
 
 

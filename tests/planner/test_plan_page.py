@@ -20,7 +20,7 @@ from flashpage.plan.report.units import CTA_WORK_ITEM
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 REQUESTS = 12
-# What a person does, in the page's own frame; notes what the page shows after each step.
+# Uses the page as a person does, and notes what the page shows after each step.
 VISIT = """<script>
 const notes = {};
 function fire(what, type, given) {
