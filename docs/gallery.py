@@ -307,7 +307,7 @@ FIGURES = (
     ),
     Figure(
         gallery_pages,
-        "What a page costs",
+        "The cost of a page",
         "Smaller pages need more copies and more page numbers. The time hardly changes, because loading warps run "
         "ahead.",
     ),
