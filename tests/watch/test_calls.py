@@ -177,3 +177,17 @@ def test_values_of_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert describe.value(torch.full((2,), torch.nan), 5) == "float32[2] all 2 are NaN"
     assert describe.value(torch.tensor([[1.0, torch.nan, -torch.inf]]).T, 5) == "float32[3, 1] -inf to 1, 1 NaN"
     assert describe.value((torch.zeros(4, 4)[:, :2], None), 3) == "(float32[4, 2] strides (4, 1), None)"
+
+
+@pytest.mark.cuda
+def test_replay_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of a card runs there and on the CPU, and both agree with the reference."""
+    monkeypatch.setattr(dump, "_numbers", iter((1,)))
+    ints, name = one_request.ints, "BatchDecodeWithPagedKVCacheWrapper"
+    plan = {"indptr": ints(0, 20, 21), "indices": torch.randperm(21).int(), "last_page_len": ints(3, 16)}
+    plan |= {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "q_data_type": torch.float16}
+    run = {"q": torch.randn(2, 8, 64).half().cuda(), "paged_kv_cache": torch.randn(21, 2, 16, 2, 64).half().cuda()}
+    workspace = {"float_workspace_buffer": one_request.workspace(1 << 24).cuda()}
+    lines = replay.replay(kept(tmp_path, [(name, workspace), (f"{name}.plan", plan), (f"{name}.run", run)]))
+    assert re.search(r"^card, run 0 \(\w+\): agrees with the reference", lines[-1]), lines
+    assert any(re.match(r"CPU, run 0 \(cpu_attention\): agrees with the reference", line) for line in lines), lines

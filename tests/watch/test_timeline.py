@@ -131,3 +131,53 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "cpu_attention: " in out and "predicted" in out and "Chrome trace: " in out
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     assert main(["trace", "300", "--page-size", "0"]) == 2
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("batch", "kernel"),
+    [
+        (["16x4000"], "decode_sm90"),
+        (["zipf:64:1024", "--heads", "64/8"], "decode_sm90"),
+        (["4x2048", "--q-lens", "4x2048"], "prefill_sm90"),
+    ],
+)
+def test_a_timeline_on_a_card(
+    batch: list[str], kernel: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each CTA with work has its phases in order, and none is longer than the run."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernels with stamps are those of Hopper")
+    file = tmp_path / "run.json"
+    assert main(["trace", *batch, "--backend", "cuda", "--repeats", "2", "--json", str(file)]) == 0
+    assert capsys.readouterr().out.startswith(kernel)
+    events = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
+    measured = [event for event in events if event["pid"] % 10 == 1]
+    ctas = {event["tid"] for event in events if event["pid"] % 10 == 2}
+    for phase in ("load", "compute", "write"):
+        assert len({event["tid"] for event in measured if event["name"] == phase}) >= 0.9 * len(ctas), phase
+    assert 1.0 < max(event["ts"] + event["dur"] for event in measured) < 5000.0, "microseconds"
+    assert all(event["dur"] >= 0 for event in measured)
+
+
+@pytest.mark.cuda
+def test_profiler_buffers_on_a_card() -> None:
+    """Mixed batches are two parts, whose CTAs are numbered one after the other."""
+    wrapper = flashpage.BatchAttention(device="cuda")
+    q_lens, kv_lens = [1] * 30 + [600], [2000] * 30 + [600]
+    q_indptr, pages = torch.tensor([0, *q_lens]).cumsum(0).int(), torch.tensor([0, *kv_lens]).add(15).div(16).long()
+    indptr = pages.cumsum(0).int()
+    indices, lens = torch.arange(int(indptr[-1])).int(), torch.tensor(kv_lens).int()
+    wrapper.plan(q_indptr, indptr, indices, lens, 32, 8, 128, 128, 16, causal=True, use_profiler=True)
+    q = torch.randn(int(q_indptr[-1]), 32, 128, dtype=torch.bfloat16, device="cuda")
+    cache = torch.randn(len(indices), 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    buffer = torch.zeros(1 << 14, dtype=torch.uint64, device="cuda")
+    out, _ = wrapper.run(q, cache, profiler_buffer=buffer)
+    (blocks, groups), events = decoded(buffer.cpu())
+    assert (
+        groups == 1
+        and len({event[0] for event in events}) > 0.5 * blocks
+        and {event[1] for event in events} <= {0, 1, 2}
+    )
+    wrapper.plan(q_indptr, indptr, indices, lens, 32, 8, 128, 128, 16, causal=True)
+    assert torch.equal(wrapper.run(q, cache)[0], out)
