@@ -19,8 +19,8 @@ log = logging.getLogger("mkdocs.hooks.public_names")  # strict mode fails on war
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = """
-    attention cascade compat decode engine errors flash_attn flash_mla hf integrations jit mla ops page parallel plan
-    pod prefill quantization sparse torch_attention utils variants vllm_ops
+    attention cascade compat decode engine errors flash_attn flash_mla hf integrations jit log mla ops page parallel
+    plan pod prefill quantization sparse timeline torch_attention utils variants vllm_ops
 """.split()  # noqa: SIM905
 
 

@@ -1,11 +1,12 @@
 """flashpage: the attention layer of an LLM server. `wrapper.plan(...)` once a step, `wrapper.run(q, kv)` once a layer.
 
-Importing does nothing: names are found at first use.
+Importing does nothing, and names are found at first use; only the variables of flashpage/watch change that.
 """
 
 from __future__ import annotations
 
 import importlib
+import os as _os
 from typing import TYPE_CHECKING, Any
 
 from .base.version import VERSION as __version__
@@ -50,8 +51,8 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 _SUBMODULES = (
-    "attention cascade compat decode flash_attn flash_mla jit mla ops page parallel pod prefill quantization sparse "
-    "utils variants vllm_ops"
+    "attention cascade compat decode flash_attn flash_mla jit log mla ops page parallel pod prefill quantization "
+    "sparse timeline utils variants vllm_ops"
 )
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
@@ -70,3 +71,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SUBMODULES.split()})
+
+
+if any(_os.environ.get(name) for name in ("FLASHPAGE_LOG", "FLASHPAGE_DUMP", "FLASHPAGE_NVTX")):
+    importlib.import_module(".watch.calls", __name__).install()

@@ -29,8 +29,6 @@ _REASONS = {
     "skip_softmax_threshold_scale_factor": "it belongs to the trtllm-gen kernels: leave it None",
     "use_fp16_softmax": "softmax is computed in fp32: leave it None",
     "uses_spcompress": "it belongs to the trtllm-gen kernels: leave it None",
-    "use_profiler": "launches are stamped by `flashpage bench trace`: leave it False",
-    "profiler_buffer": "launches are stamped by `flashpage bench trace`: leave it None",
     "return_lse_p": "run returns only the two outputs: use BatchPODWithPagedKVCacheWrapper.run(return_lse=True)",
     "return_lse_d": "run returns only the two outputs: use BatchPODWithPagedKVCacheWrapper.run(return_lse=True)",
     "custom_mask_d": "a decode's row sees all of its tokens: use BatchPrefillWithPagedKVCacheWrapper for masked rows",

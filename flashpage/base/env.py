@@ -1,5 +1,5 @@
-"""The environment variables that flashpage reads: these ten and no others. They are read and checked at first use,
-never at import."""
+"""The environment variables that flashpage reads: these thirteen and no others. They are read and checked at first use;
+the three of flashpage/watch, which wrap functions, when flashpage is imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ VARIABLES = {
     "FLASHPAGE_CHECK_INDICES": "'on': plan checks page numbers and item lengths that live on the device (copies back)",
     "FLASHPAGE_CARD": "for tests: plan as for this row of the table of cards, 'RTX 4090' or 'H100:16' (with 16 SMs)",
     "FLASHPAGE_VLLM": "'on': vLLM's own choices of FLASH_ATTN, FLASHINFER, CPU_ATTN and for MLA are flashpage",
+    "FLASHPAGE_LOG": "1: log public calls; 3: with shapes, dtypes and strides; 5: and with minima, maxima, NaN counts",
+    "FLASHPAGE_DUMP": "folder that keeps the inputs of calls that fail, for `flashpage replay`",
+    "FLASHPAGE_NVTX": "'on': NVTX ranges around plan and run, with the kernel's name",
 }
+LOG_LEVELS = (0, 1, 3, 5)
 MAX_COUNT = 1024  # of threads (csrc/cpu/threads.cpp) and of compilers
 _OFF = ("off", "0", "false", "no")
 _ON = ("on", "1", "true", "yes")
@@ -60,6 +64,14 @@ def count(name: str) -> int | None:
     return int(value)
 
 
+def log_level() -> int:
+    """The level in FLASHPAGE_LOG, 0 if unset; SettingError for any other value."""
+    value = get("FLASHPAGE_LOG") or "0"
+    if value not in map(str, LOG_LEVELS):
+        raise refused("FLASHPAGE_LOG", f"{', '.join(map(str, LOG_LEVELS[:-1]))} or {LOG_LEVELS[-1]}")
+    return int(value)
+
+
 def words(name: str) -> list[str]:
     """A command and its options, [] if unset; SettingError if quotes do not match."""
     try:
@@ -86,12 +98,16 @@ def problems() -> dict[str, str]:
     """The messages for all variables whose values are not accepted."""
     found = {}
     readers = {"FLASHPAGE_JOBS": count, "FLASHPAGE_THREADS": count, "FLASHPAGE_CXX": words}
-    switches = ("FLASHPAGE_JIT", "FLASHPAGE_PROGRESS", "FLASHPAGE_CHECK_INDICES", "FLASHPAGE_VLLM")
+    switches = ("FLASHPAGE_JIT", "FLASHPAGE_PROGRESS", "FLASHPAGE_CHECK_INDICES", "FLASHPAGE_VLLM", "FLASHPAGE_NVTX")
     for name, read in (readers | dict.fromkeys(switches, is_on)).items():
         try:
             read(name)
         except SettingError as error:
             found[name] = str(error)
+    try:
+        log_level()
+    except SettingError as error:
+        found["FLASHPAGE_LOG"] = str(error)
     return found
 
 

@@ -17,6 +17,8 @@ _COMMANDS = {
     "demo": "decode a batch with a small model and check its tokens against torch",
     "selftest": "check the kernels of common models on this machine, and their speed",
     "plan": "plan a batch of lengths; show a picture and an explanation",
+    "trace": "run a batch and show when each CTA started, loaded, computed and merged",
+    "replay": "run a call again that FLASHPAGE_DUMP has kept, and say where backends part",
     "bench": "run the benchmarks that this machine can run (in a checkout)",
     "build": "compile kernels ahead of time: a manifest, one spec, or the AOT list",
     "cache": "list or remove compiled kernels, or print their folder",

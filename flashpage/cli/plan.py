@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ..kernels.devices import Device
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that describe a batch."""
     parser.add_argument(
         "kv_lens",
         type=values.lengths,
@@ -30,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page; 0: ragged (default: 16)")
     parser.add_argument("--not-causal", action="store_true", help="every row sees all tokens of its request")
     parser.add_argument("--window-left", type=int, default=-1, help="tokens seen to the left; -1: all (default)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_batch_arguments(parser)
     parser.add_argument(
         "--backend",
         choices=["cuda", "cpu"],
@@ -39,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ctas", type=values.count, help="CTAs that share the work (default: all that run at once)")
     parser.add_argument("--items", action="store_true", help="list the work items, too")
     parser.add_argument("--svg", type=Path, help="file to which the plan is drawn")
+    parser.add_argument("--html", type=Path, help="file for a page of the plan, with search, zoom and details")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,6 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.svg:
         plan.to_svg(arguments.svg)
         print(f"drawn to {arguments.svg}")
+    if arguments.html:
+        plan.to_html(arguments.html, card.name if card else "")
+        print(f"page: {arguments.html}")
     return 0
 
 

@@ -1,5 +1,5 @@
 """Shows the progress of long work: a line before and after a compile, a bar for many. FLASHPAGE_PROGRESS=off:
-nothing."""
+nothing on stderr. A logger that is routed (base/log.py) gets the lines instead."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import sys
 import time
 
 from ..base import env
+from ..base.log import LOGGER, is_routed
 
 _BAR_CELLS = 30
 
 
 def say(text: str) -> None:
-    """Writes one line to stderr."""
-    if not env.is_off("FLASHPAGE_PROGRESS"):
+    """Writes one line to the log if it is routed, otherwise to stderr."""
+    if is_routed():
+        LOGGER.info(text)
+    elif not env.is_off("FLASHPAGE_PROGRESS"):
         _write(f"flashpage: {text}\n")
 
 

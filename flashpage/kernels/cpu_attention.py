@@ -56,6 +56,7 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
         f"static constexpr flashpage::MaskSource mask_source = flashpage::MaskSource::{spec.mask_source};",
         "static constexpr flashpage::PositionEncoding position_encoding =",
         f"    flashpage::PositionEncoding::{spec.position_encoding};",
+        f"static constexpr bool trace = {str(spec.trace).lower()};",
     )
 
 

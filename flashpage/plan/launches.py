@@ -33,16 +33,17 @@ class LaunchList:
     for all its CTAs. Neither attention kernel is then a dependent launch, since both wait for an event.
     """
 
-    __slots__ = ("_variant", "args", "attention")
+    __slots__ = ("_variant", "args", "attentions")
 
     def __init__(self, variant: int | None = None) -> None:
         self.args = native.RunArgs()
-        self.attention: native.RunLaunch  # the first part's row
+        self.attentions: list[native.RunLaunch] = []  # the rows of the attention kernels, one for each part
         self._variant = variant
 
     def clear(self) -> None:
         """Removes all launches."""
         self.args.count = 0
+        self.attentions = []
 
     def add_ahead(self, kernel: LoadedKernel, params: int) -> None:
         """Adds a kernel with as many CTAs as are resident, for whose result the attention kernel waits."""
@@ -60,9 +61,7 @@ class LaunchList:
             prepared, is_aside = part.prepared, are_two and part is parts[0]
             grid = part.num_ctas * prepared.choice.spec.ctas
             given = (prepared.attention.handle, params, self._variant, boxes, mask_tiles, grid, part.cluster_size)
-            row = self._add(native.RunLaunch(*given, not are_two, is_aside))
-            if part is parts[0]:
-                self.attention = row
+            self.attentions.append(self._add(native.RunLaunch(*given, not are_two, is_aside)))
             if merge_ctas := _merge_ctas(prepared, part.num_merges):
                 self._add(native.RunLaunch(prepared.merge, merge, None, None, None, merge_ctas, 0, True, is_aside))
         if parts[0].num_ctas == 0:

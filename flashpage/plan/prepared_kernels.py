@@ -10,6 +10,7 @@ import torch
 from .. import jit, native, variants
 from ..base import tensor_memory
 from ..base.errors import PlanError, VariantError
+from ..base.log import LOGGER
 from ..kernels import choose, schedules
 from ..kernels.context_classes import ContextClass
 from ..kernels.options import Options
@@ -51,6 +52,7 @@ class PreparedKernels:
         self.choice = choose.choose(problem, device, trace(options, 1.0, device).spec)
         if gathers:
             self.choice = dataclasses.replace(self.choice, reasons=(*self.choice.reasons, gather_rows.NOTE))
+        LOGGER.info("chose %s on %s: %s", self.choice.spec.name, device, "; ".join(self.choice.reasons))
         self.attention = jit.get_kernel(self.choice.spec, device)
         self.mask_tiles = self.gather_rows = None
         if device.type == "cuda":

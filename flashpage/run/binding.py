@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ class Binding:
         self.generation, self.signature = 0, None
         self.sinks: torch.Tensor | None = None
         self.scales: tuple[Any, Any, Any] = NO_SCALES
-        self.stamps: torch.Tensor | None = None
+        self.stamps: tuple[torch.Tensor, ...] = ()
         self.kv_layout = kv_layout
         self.lse_shape: tuple[int, ...] = ()
         self.out_shape: tuple[int, ...] = ()
@@ -178,14 +179,17 @@ class Binding:
         structs = (its.addresses for its in self.parts[: len(parts)])
         launches.add_parts(parts, structs, tiles, combination.fork)
 
-    def set_trace(self, stamps: torch.Tensor | None) -> None:
-        """For measurements: until the next plan, runs write clock stamps to `stamps`, int64 [CTAs, stamps of one
-        CTA]."""
-        kernel = self.combination.prepared.attention
-        if stamps is not None:
-            kernel = jit.get_kernel(dataclasses.replace(kernel.spec, trace=True), self.device)
-        self.launches.attention.kernel, self.stamps = kernel.handle, stamps
-        self.params.trace = None if stamps is None else stamps.data_ptr()
+    def set_trace(self, stamps: Sequence[torch.Tensor]) -> None:
+        """Until the next plan, runs write clock stamps, one tensor for each part of the batch (run/stamps.py); no
+        tensors: until now."""
+        launches, parts = self.launches.attentions, self.combination.parts
+        self.stamps = tuple(stamps)
+        for i, (launch, its, part) in enumerate(zip(launches, self.parts, parts, strict=False)):
+            kernel = part.prepared.attention
+            if stamps:
+                kernel = jit.get_kernel(dataclasses.replace(kernel.spec, trace=True), self.device)
+            launch.kernel = kernel.handle
+            its.params.trace = stamps[i].data_ptr() if stamps else None
 
     def point(self, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Sets and checks the addresses of a run that C cannot bind itself."""

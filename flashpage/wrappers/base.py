@@ -9,9 +9,10 @@ run is checked, bound and kept.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ from ..run.checks import (
     signature_of,
     wait_for,
 )
+from ..run.profiler_buffer import profiled
+from ..run.stamps import Recorder
 from . import operators
 from .lse_mode import in_base_e, is_natural
 
@@ -76,6 +79,7 @@ class Attention(Unique):
     """
 
     options: Options
+    recorder: Recorder | None = None  # of stamps
     values = RunOptions(False, -1, 0.0, None, None, None, "NONE")
 
     def __init__(
@@ -212,6 +216,21 @@ class Attention(Unique):
 
     # ---------------------------------------------------------------- run
 
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[Recorder]:
+        """Within it this thread's runs are stamped, each one bound again and so slower on the host."""
+        if self.recorder is not None:
+            raise RunError(f"{self.owner} is being recorded: end one recording before the next one.")
+        local = self._local
+        recorder = self.recorder = Recorder()
+        local.bound = None
+        local.bindings.clear()
+        try:
+            yield recorder
+        finally:
+            self.recorder = local.bound = None
+            local.bindings.clear()
+
     def run(
         self,
         q: torch.Tensor,
@@ -261,6 +280,15 @@ class Attention(Unique):
                 return self._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl)
             native.check(status)
         return (to, lse_to) if return_lse else to
+
+    def run_profiled(
+        self, buffer: Any, is_planned: bool, run: Callable[..., Any], given: tuple[Any, ...], is_latent: bool = False
+    ) -> Any:
+        """A run whose stamps go to FlashInfer's profiler buffer."""
+        if not is_planned:
+            raise RunError("profiler_buffer was given but plan had no use_profiler: pass use_profiler=True to plan.")
+        with self.recorded() as recorder:
+            return profiled(recorder, buffer, lambda: run(*given), is_latent)
 
     def run_of(self, lse_mode: str) -> Callable[..., Any]:
         """`run` with LSEs of a mode: itself for "base2"; for "basee" the LSE is multiplied by ln 2 in place."""
@@ -340,6 +368,8 @@ class Attention(Unique):
             bindings[key] = bound
         if bound.generation != self.session.generation:
             bound.refresh(self.session)
+        if self.recorder is not None:
+            self.recorder.record(bound)
         bound.signature = signature
         bound.lse_shape = lse_shape = tensors.q.shape[:-1]
         bound.out_shape = (*lse_shape, bound.head_dim_vo)

@@ -49,6 +49,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
     _kv_len_arr_buf = Buffer(lambda state: state._planner.kv_lens().to(state.device, torch.int32))
     _page_size = Written(lambda state: state._planner.options.page_size)
 
+    _uses_profiler = False
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -110,6 +112,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
                 of float8_e4m3fn have scales, which are given at run.
             query_layout, kv_cache_layout: "split" (two tensors) or "packed" (one); run takes both at any time.
             lse_mode: "base2", "basee", or "none": base 2, if run returns an LSE all the same; None: base 2.
+            use_profiler: runs get a `profiler_buffer`.
             enable_pdl: programmatic dependent launch of the runs; None: if the card has it.
             use_sinks: whether runs get sinks; run takes them at any time.
             kv_row_format: fp8 rows that hold their scales, in one cache of bytes: "deepseek_v32" (656 bytes: 512 e4m3,
@@ -119,7 +122,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
                 the rest of the batch. None: balanced.
             disable_split_kv: no request is cut.
         """
-        checks.refuse_given(use_profiler=use_profiler, skip_softmax=skip_softmax)
+        checks.refuse_given(skip_softmax=skip_softmax)
         checks.choice("output_scale", output_scale, ("none",))
         checks.choice("scale_mode", scale_mode, ("default",))
         checks.flag("use_sinks", use_sinks)
@@ -129,7 +132,9 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         checks.choice("query_layout", query_layout, _LAYOUTS)
         checks.choice("kv_cache_layout", kv_cache_layout, _LAYOUTS)
         self._lse_mode = "base2" if lse_mode is None else checks.choice("lse_mode", lse_mode, _LSE_MODES)
-        given = _by_position(flat) | {
+        by_position = _by_position(flat)
+        self._uses_profiler = checks.flag("use_profiler", by_position.pop("use_profiler", use_profiler))
+        given = by_position | {
             name: value
             for name, value in (
                 ("qo_indptr", qo_indptr),
@@ -210,6 +215,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             out: [rows, heads, head_dim_ckv], written in place; None: allocated.
             lse: [rows, heads] fp32, written in place.
             return_lse: also return lse, of plan's lse_mode.
+            profiler_buffer: uint64 [n], if plan got use_profiler: gets the events of each CTA, as
+                flashinfer.profiler.export_to_perfetto_trace reads them; the call waits for the run.
             return_lse_base_on_e: lse has natural logarithms, whatever lse_mode says.
             query: q_nope and q_pe in one tensor [rows, heads, head_dim_ckv + head_dim_kpe], in place of them.
             kv_cache: both caches in one tensor [pages, page_size, head_dim_ckv + head_dim_kpe], in place of them.
@@ -219,7 +226,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             ckv_scale_arr: in place of ckv_scale, float32 [pages, page_size, head_dim_ckv / 128], contiguous: one scale
                 for 128 columns of a token.
         """
-        checks.refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, kv_len=kv_len, page_table=page_table)
+        checks.refuse_given(o_scale=o_scale, kv_len=kv_len, page_table=page_table)
         options = self._options if self._planner.active else None
         scales = scales_of(options, ckv_scale, ckv_scale_arr, kpe_scale)
         q = joined_query(query, q_nope, q_pe)
@@ -230,7 +237,10 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         run = self._attention.run_of("basee" if return_lse_base_on_e or self._lse_mode == "basee" else "base2")
         try:
             part = cache if len(cache) > 1 else cache[0]
-            return run(q, part, out, lse, return_lse, self._now, scales, sinks, self._enable_pdl)
+            given = (q, part, out, lse, return_lse, self._now, scales, sinks, self._enable_pdl)
+            if self._uses_profiler or profiler_buffer is not None:
+                return self._attention.run_profiled(profiler_buffer, self._uses_profiler, run, given, is_latent=True)
+            return run(*given)
         except FlashpageError as error:
             use_run_names(error, query is not None, kv_cache is not None)
             raise
@@ -245,6 +255,4 @@ def _by_position(flat: tuple[Any, ...]) -> dict[str, Any]:
     if len(flat) > len(_FLAT):
         raise PlanError(f"plan was given {len(flat)} positional arguments: pass metadata= and keywords.")
     warn("positional arguments of plan are deprecated: pass metadata= and keywords", DeprecationWarning)
-    given = dict(zip(_FLAT, flat, strict=False))
-    checks.refuse_given(use_profiler=given.pop("use_profiler", None))
-    return given
+    return dict(zip(_FLAT, flat, strict=False))

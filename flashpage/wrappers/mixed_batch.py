@@ -31,6 +31,8 @@ class BatchAttention(Unique):
         device: the device that runs; workspaces are allocated there.
     """
 
+    _uses_profiler = False
+
     def __init__(self, kv_layout: str = "NHD", device: Any = "cuda") -> None:
         device = checks.device(device)
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -77,10 +79,11 @@ class BatchAttention(Unique):
             kv_indptr, kv_indices: where each request's pages begin, [batch + 1], and their numbers.
             kv_len_arr: [batch], tokens of each request.
 
+            use_profiler: runs get a `profiler_buffer`.
+
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
-        if use_profiler is not False:
-            checks.refuse_given(use_profiler=use_profiler)
+        self._uses_profiler = use_profiler is not False and checks.flag("use_profiler", use_profiler)
         arguments = PrefillArguments(
             "paged",
             num_qo_heads,
@@ -120,17 +123,22 @@ class BatchAttention(Unique):
                 allocated.
             k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
             logits_soft_cap: 0: as planned.
+            profiler_buffer: uint64 [n], if plan got use_profiler: gets the events of each CTA, as
+                flashinfer.profiler.export_to_perfetto_trace reads them (prefill, decode, reduction); the call waits.
             lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
 
         Returns:
             out and lse.
         """
-        if not (profiler_buffer is kv_cache_sf is None):
-            checks.refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        if kv_cache_sf is not None:
+            checks.refuse_given(kv_cache_sf=kv_cache_sf)
         values = self._attention.values
         if (logits_soft_cap.__class__ is not float or logits_soft_cap) and (cap := check_soft_cap(logits_soft_cap)):
             values = values._replace(logits_soft_cap=cap)
         scales = NO_SCALES if k_scale is v_scale is None else (None, k_scale, v_scale)
         run = self._attention.run if lse_mode == BASE_2 else self._attention.run_of(lse_mode)
+        if self._uses_profiler or profiler_buffer is not None:
+            given = (q, kv_cache, out, lse, True, values, scales)
+            return self._attention.run_profiled(profiler_buffer, self._uses_profiler, run, given)
         found: tuple[torch.Tensor, torch.Tensor] = run(q, kv_cache, out, lse, True, values, scales)
         return found

@@ -114,12 +114,10 @@ def test_errors_of_batch_attention() -> None:
     wrapper = planned(inputs, "cpu")
     with pytest.raises(RunError, match="q has 5 rows but the plan is for 289"):
         wrapper.run(runner.q()[:5], *runner.kv())
-    with pytest.raises(CapabilityError, match="use_profiler=True is not supported"):
-        planned(inputs, "cpu", use_profiler=True)
     with pytest.raises(CapabilityError, match="kv_cache_sf"):
         wrapper.run(runner.q(), *runner.kv(), kv_cache_sf=torch.zeros(1))
-    with pytest.raises(CapabilityError, match="profiler_buffer"):
-        wrapper.run(runner.q(), *runner.kv(), profiler_buffer=torch.zeros(1))
+    with pytest.raises(RunError, match="plan had no use_profiler"):
+        wrapper.run(runner.q(), *runner.kv(), profiler_buffer=torch.zeros(1, dtype=torch.uint64))
     lengths = (torch.tensor([0, 1], dtype=torch.int32),) * 2
     with pytest.raises(PlanError, match="num_kv_heads=0"):
         wrapper.plan(*lengths, torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), 4, 0, 64, 64, 16)

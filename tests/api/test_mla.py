@@ -173,7 +173,7 @@ def test_under_compile() -> None:
         ({"metadata": (1, 2)}, "metadata="),
         ({"metadata": MLAPlanMetadata.dense(torch.ones(3).int(), *torch.ones(2, 2, 1).int())}, "kv_len_arr has shape"),
         ({"kv_indptr": torch.zeros(2)}, "both give the batch"),
-        ({"use_profiler": True}, "use_profiler"),
+        ({"use_profiler": 3}, "use_profiler"),
         ({"skip_softmax": True}, "skip_softmax"),
         ({"kv_row_format": "deepseek"}, "kv_row_format"),
         ({"kv_row_format": "deepseek_v4"}, "other rows than head_dim_ckv=512 and head_dim_kpe=64: pass 512 and 0"),

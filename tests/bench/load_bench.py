@@ -92,7 +92,7 @@ class Loads:
         heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
         self.wrapper.plan(*pages, *heads, q_data_type=torch.bfloat16)
         self.wrapper.run(self.q, self.cache, out=self.out)
-        self.launch = self.wrapper._attention._local.bound.launches.attention
+        self.launch = self.wrapper._attention._local.bound.launches.attentions[0]
 
     def gb_per_s(self, clock: GpuClock) -> float:
         seconds = clock.seconds(lambda: self.wrapper.run(self.q, self.cache, out=self.out))

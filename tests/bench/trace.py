@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import sys
 import warnings
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,8 +20,8 @@ from peers import Batch
 from workloads import DECODE, MORE_DECODE, Case
 
 import flashpage
+from flashpage.run.stamps import NAMES
 
-HEADER = Path(flashpage.__file__).parent.parent / "include" / "flashpage" / "tile" / "trace.h"
 CASES = (  # without --only
     "batch 1, context 1k",
     "batch 1, context 32k",
@@ -37,15 +36,6 @@ CASES = (  # without --only
 )
 
 
-def stamp_names() -> list[str]:
-    """Names of the stamps in the header's order; the last one is the SM's number."""
-    body = re.search(r"enum class Stamp \{(.*?)\};", HEADER.read_text(), re.DOTALL)
-    assert body is not None, HEADER
-    names = re.findall(r"^\s*(\w+),", body[1], re.MULTILINE)
-    assert names[0] == "start" and names[-2:] == ["sm", "count"], names
-    return names[:-1]
-
-
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """Stamps of one launch."""
@@ -55,7 +45,7 @@ class Launch:
     spread: float  # between the first end and the last one, as a share of the time
 
     @staticmethod
-    def of(stamps: np.ndarray, names: list[str]) -> Launch | None:
+    def of(stamps: np.ndarray, names: Sequence[str]) -> Launch | None:
         """A launch from [CTAs, stamps] nanoseconds, 0 where a CTA has no stamp; None if no CTA had work."""
         busy = stamps[stamps[:, names.index("first_tile")] > 0][:, : names.index("sm")]
         if not len(busy):
@@ -94,24 +84,19 @@ class Traced:
     def run(self) -> object:
         return self.wrapper.run(self.batch.q, self.batch.cache, out=self.out)
 
-    def launches(self, clock: GpuClock, names: list[str]) -> list[Launch]:
-        bound, num_sms = self.wrapper._attention._local.bound, torch.cuda.get_device_properties(0).multi_processor_count
-        stamps = torch.zeros(max(num_sms, bound.launches.attention.grid), len(names), dtype=torch.int64, device="cuda")
-        bound.set_trace(stamps)
-        self.run()
+    def launches(self, clock: GpuClock) -> list[Launch]:
         found = []
-        for _ in range(clock.repeats):
-            stamps.zero_()
-            clock.flush.amax()
-            torch.cuda.synchronize()
-            self.run()
-            torch.cuda.synchronize()
-            found.append(Launch.of(stamps.cpu().numpy().astype(np.float64), names))
-        bound.set_trace(None)
-        return [launch for launch in found if launch is not None]
+        with self.wrapper._attention.recorded() as recorder:
+            for _ in range(1 + clock.repeats):  # the first run compiles the kernel with stamps
+                clock.flush.amax()
+                torch.cuda.synchronize()
+                self.run()
+                torch.cuda.synchronize()
+                found.append(Launch.of(recorder.runs.pop().stamps(), NAMES))
+        return [launch for launch in found[1:] if launch is not None]
 
 
-def show(case: Case, seconds: float, kernel: str, launch: Launch | None, names: list[str]) -> None:
+def show(case: Case, seconds: float, kernel: str, launch: Launch | None, names: Sequence[str]) -> None:
     rate = work(case)[0] / seconds / 1e9
     print(f"\n{case.name}: {kernel}, {seconds * 1e6:.1f} us as a graph, {rate:,.0f} GB/s", end="")
     if launch is None:
@@ -132,16 +117,16 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("torch finds no GPU here", file=sys.stderr)
         return 1
-    names, clock, uneven = stamp_names(), GpuClock(arguments.repeats), []
+    clock, uneven = GpuClock(arguments.repeats), []
     for case in (*DECODE, *MORE_DECODE):
         if case.name not in CASES if arguments.only is None else arguments.only not in case.name:
             continue
         torch.manual_seed(0)
         traced = Traced(case, torch.device("cuda"))
         seconds = clock.seconds(clock.capture(traced.run))
-        launches = traced.launches(clock, names)
+        launches = traced.launches(clock)
         launch = Launch.median(launches) if launches else None
-        show(case, seconds, traced.wrapper.last_plan.spec.kernel, launch, names)
+        show(case, seconds, traced.wrapper.last_plan.spec.kernel, launch, NAMES)
         if launch is not None and launch.spread >= 0.05:
             uneven.append(case.name)
         del traced

@@ -113,7 +113,7 @@ def test_one_wheel_for_every_python(checkout: Path, wheel: Path) -> None:
     }
     modules = {p.relative_to(checkout).as_posix() for p in (checkout / "flashpage").rglob("*.py")}
     built = {"flashpage/lib/libflashpage.so", "flashpage/native/structs.py"}
-    assert sources | modules | built | {"flashpage/py.typed"} <= names
+    assert sources | modules | built | {"flashpage/py.typed", "flashpage/plan/report/plan.html"} <= names
     assert not any(n.startswith(("tests/", "csrc/", "aot/", "flashpage/aot_kernels/")) for n in names)
 
 

@@ -32,6 +32,8 @@ WITHOUT_ROWS = {
     "flashpage.hf": "called by transformers; tests/engines checks it",
     "flashpage.jit": "takes specs, manifests and folders; tests/jit checks them",
     "flashpage.torch_attention": "called by torch; tests/engines checks it",
+    "flashpage.log": "takes a folder that the package wrote; tests/watch checks it",
+    "flashpage.timeline": "takes wrappers, paths and the number of a run; tests/watch checks them",
     "flashpage.ops": "called by the wrappers, which check first",
     "Plan": "made by last_plan and plan_lengths",
     "flashpage.flash_mla:FlashMLASchedMeta": "a record that get_mla_metadata makes",

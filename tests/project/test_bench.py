@@ -72,7 +72,7 @@ def test_trace_of_a_launch(bench_path: None) -> None:
     """Three CTAs with work, and one without."""
     import trace
 
-    names = trace.stamp_names()
+    names = trace.NAMES
     assert len(names) == 8  # the kernel writes int64 [CTAs, 8]
     stamps = np.zeros((5, len(names)))
     for row, (start, first_tile, end) in enumerate(((1000, 3000, 9500), (1500, 4000, 10500), (2000, 0, 2100))):

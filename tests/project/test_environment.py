@@ -64,12 +64,14 @@ def test_every_variable_is_read_with_a_check(monkeypatch: pytest.MonkeyPatch) ->
         "FLASHPAGE_CHECK_INDICES": lambda: env.is_on("FLASHPAGE_CHECK_INDICES"),
         "FLASHPAGE_VLLM": lambda: env.is_on("FLASHPAGE_VLLM"),
         "FLASHPAGE_CARD": lambda: devices.as_card(env.get("FLASHPAGE_CARD"), devices.H200),
+        "FLASHPAGE_LOG": env.log_level,
+        "FLASHPAGE_NVTX": lambda: env.is_on("FLASHPAGE_NVTX"),
         "FLASHPAGE_JOBS": lambda: process.job_count(1),
         "FLASHPAGE_THREADS": lambda: env.count("FLASHPAGE_THREADS"),
         "FLASHPAGE_CXX": lambda: compilers.find_compiler(jit.Target("cpu", "avx2")),
         "FLASHPAGE_NVCC": lambda: compilers.find_compiler(jit.Target("cuda", 90)),
     }
-    assert set(uses) | {"FLASHPAGE_CACHE_DIR"} == set(env.VARIABLES)
+    assert set(uses) | {"FLASHPAGE_CACHE_DIR", "FLASHPAGE_DUMP"} == set(env.VARIABLES)
     for name, use in uses.items():
         with monkeypatch.context() as patch:
             patch.setenv(name, '/no/such"')

@@ -24,6 +24,7 @@ LONG_FILES = {
 ROOMS = [
     {"cli"},
     {"demo", "selftest"},
+    {"watch"},
     {"engines", "serving"},
     {"parallel"},
     {"wrappers"},
@@ -40,6 +41,8 @@ IMPORTS_FRONT_DOORS = {"flashpage.selftest.cases": "it checks what users call"}
 IMPORTS_BY_NAME = {  # modules that compute the names of their imports, which this test cannot read
     "flashpage": "names are found at first use",
     "flashpage.cli": "a command's module is imported when it is given",
+    "flashpage.watch.calls": "the front doors, whose public names it wraps",
+    "flashpage.watch.replay": "the front door of a kept call's public name",
     "flashpage.engines.overlay": "modules of other packages are served by front doors, which their facades name",
 }
 

@@ -111,7 +111,7 @@ def svg(segments: list[Segment], num_ctas: int, title: str) -> str:
         x, w = left + s.start * scale, (s.end - s.start) * scale
         name = f"CTA {s.cta}, request {s.request}{', piece of a cut unit' if s.is_piece else ''}"
         lines.append(
-            f'<rect x="{x:.2f}" y="{22 + s.cta * height}" width="{w:.2f}" height="{height}" fill="{_tone(s.request)}" '
+            f'<rect x="{x:.2f}" y="{22 + s.cta * height}" width="{w:.2f}" height="{height}" fill="{tone(s.request)}" '
             f'fill-opacity="{0.6 if s.is_piece else 1}" stroke="white" stroke-width="0.4">'
             f"<title>{name}: {(s.end - s.start) / 1e3:.2f} us</title></rect>"
         )
@@ -120,7 +120,7 @@ def svg(segments: list[Segment], num_ctas: int, title: str) -> str:
     return "\n".join(lines)
 
 
-def _tone(request: int) -> str:
+def tone(request: int) -> str:
     """A request's colour; neighbouring requests are far apart on the colour circle (golden ratio)."""
     red, green, blue = colorsys.hls_to_rgb(request * 0.6180339887 % 1.0, 0.45 + 0.15 * (request % 3) / 2, 0.7)
     return f"#{int(red * 255):02x}{int(green * 255):02x}{int(blue * 255):02x}"

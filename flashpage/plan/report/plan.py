@@ -27,9 +27,11 @@ from ...kernels.spec import KernelSpec
 from ...kernels.tile import Cost, Tile
 from ...kernels.work import Problem
 from ..prepared_kernels import CPU_CTAS_PER_THREAD
+from .page import Fact, frame, page
 from .picture import Segment, svg, terminal
 from .units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
 
+_MOST_ITEMS_IN_NOTEBOOKS = 100_000
 _PRODUCTS_REACHED = 0.8  # share of datasheet flops: 788 of 989 TFLOP/s on an H200 (cuBLAS, bf16, 8192^3)
 
 
@@ -208,6 +210,41 @@ class Plan:
     def to_svg(self, path: str | Path) -> None:
         """Draws the plan to a file: CTAs as rows, time to the right, one colour a request, an edge around each item."""
         Path(path).write_text(svg(self.segments(), self.num_ctas, repr(self)[1:-1]))
+
+    def to_html(self, path: str | Path, device: str = "H200") -> None:
+        """Writes the plan as one page that needs no network: its work items on hover, search for a request, zoom, and
+        the reasons of `explain(device)`."""
+        Path(path).write_text(self._page(device))
+
+    def _repr_html_(self) -> str:
+        """The page, for notebooks; a large plan is named only, as its page would be larger than the notebook."""
+        if self.result.num_items > _MOST_ITEMS_IN_NOTEBOOKS:
+            return f"<code>{repr(self)[1:-1]}: Plan.to_html(path) writes it as a page</code>"
+        return frame(self._page("H200"))
+
+    def _page(self, device: str) -> str:
+        items, group = self._items, self.options.group_size
+        title = f"Plan of {counted(len(np.unique(items['request'])), 'request')} on {counted(self.num_ctas, 'CTA')}"
+        return page(title, items, self._costs, self.num_ctas, group, self._facts(), self.explain(device))
+
+    def _facts(self) -> list[Fact]:
+        """Numbers above the page's picture, among them the cost of cuts and of their merges."""
+        loads, items, traffic = self.cta_loads(), self._items, self.traffic()
+        mean, most = float(loads.mean()), float(loads.max(initial=0.0))
+        over = f"{100.0 * (most / mean - 1.0):.1f}% above the mean of {_time(mean)}" if mean else "no work"
+        is_cut = items["partial_row"] >= 0
+        starts = float(self.schedule.ns_per_piece) * int((items["piece"] > 0).sum())
+        whole = items[["request", "kv_head", "first_packed_row"]]
+        _, unit = np.unique(whole, return_inverse=True)
+        uncut = max(mean, float(np.bincount(unit, self._costs).max(initial=0.0)))
+        return [
+            Fact(_time(most), f"the longest CTA, {over}"),
+            Fact(_time(uncut), "at least, if no unit were cut"),
+            Fact(f"{int(is_cut.sum())} of {len(items)}", "work items that are pieces of cut units"),
+            Fact(_time(starts / max(1, self.num_ctas)), f"a CTA for the starts of pieces, {_time(starts)} in all"),
+            Fact(f"{self.result.num_merges}", f"merges of {counted(self.result.num_partial_rows, 'partial row')}"),
+            Fact(_size(traffic.partial_bytes), f"of partial results, of {_size(traffic.bytes)} in all"),
+        ]
 
 
 def plan_lengths(

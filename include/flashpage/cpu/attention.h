@@ -2,6 +2,7 @@
 #pragma once
 #include "flashpage/cpu/scores.h"
 #include "flashpage/cpu/softmax.h"
+#include "flashpage/cpu/trace.h"
 #include "flashpage/cpu/values.h"
 
 namespace flashpage::cpu {
@@ -30,17 +31,21 @@ void attend_tile(Work<Traits>& work) {
 }
 
 template <class Traits>
-void attend_unit(Work<Traits>& work) {
+void attend_unit(Work<Traits>& work, i32 cta) {
   load_queries(work);
   start_softmax(work);
   __builtin_memset(work.out, 0, sizeof(float) * work.unit.num_rows * Work<Traits>::out_stride);
   locate_tile(work, work.unit.begin, work.next);
+  stamp_first<Traits>(work.params, cta, Stamp::first_load);
+  stamp_first<Traits>(work.params, cta, Stamp::first_tile);
   while (work.next.count > 0) {
     work.tile = work.next;
     locate_tile(work, work.tile.begin + work.tile.count, work.next);
     attend_tile(work);
   }
+  stamp<Traits>(work.params, cta, Stamp::last_tile);
   write_outputs(work);
+  stamp<Traits>(work.params, cta, Stamp::written);
 }
 
 // Runs the items of CTAs [cta_begin, cta_end).
@@ -49,13 +54,18 @@ void attention(const AttentionParams& params, const VariantArgs& args, i32 cta_b
   Work<Traits> work(params, args);
   AttentionParams of_units = params;
   if constexpr (converts_latents<Traits>) of_units.k_scale = of_units.v_scale = nullptr;  // they scale elements
-  for (i32 cta = cta_begin; cta < cta_end; ++cta)
+  for (i32 cta = cta_begin; cta < cta_end; ++cta) {
+    stamp<Traits>(params, cta, Stamp::start);
     for_each_item(params.plan, cta, [&](const WorkItem& item) {
       for (i32 u = 0; u < item.num_units; ++u) {
         make_unit(of_units, item, u, work.unit);
-        attend_unit(work);
+        stamp_first<Traits>(params, cta, Stamp::plan_known);
+        attend_unit(work, cta);
       }
     });
+    stamp<Traits>(params, cta, Stamp::end);
+    stamp<Traits>(params, cta, Stamp::sm);
+  }
 }
 
 }  // namespace flashpage::cpu

@@ -1,22 +1,10 @@
 // Traces: time stamps of each CTA in kernels that are compiled with a trace. Other kernels contain no code for them.
 #pragma once
 #include "flashpage/params/params.h"
+#include "flashpage/params/stamp.h"
 #include "flashpage/ptx/clock.h"
 
 namespace flashpage {
-
-// tests/bench/trace.py reads this list.
-enum class Stamp {
-  start,       // the CTA runs and may read global memory
-  plan_known,  // its first unit is known
-  first_load,  // copies of its first K and V are issued
-  first_tile,  // they have arrived
-  last_tile,   // the last ones were used
-  written,     // the last unit's rows are written
-  end,         // merges are done
-  sm,          // not a time: the number of the CTA's SM
-  count,
-};
 
 // Called by one thread of the CTA; a later stamp of the same kind replaces an earlier one.
 template <class Traits>

@@ -398,13 +398,13 @@ _kind(REAL, "sm_scale sm_scale_p sm_scale_d scale fill")
 _kind(SOFT_CAP, "logits_soft_cap")
 _kind(POSITIVE, "rope_scale rope_theta rope_scale_p rope_theta_p rope_scale_d rope_theta_d")
 _kind(FLAG, "causal causal_p causal_d return_lse use_cuda_graph disable_split_kv enable_pdl")
-_kind(FLAG, "non_blocking use_tensor_cores")
+_kind(FLAG, "non_blocking use_tensor_cores use_profiler")
 _kind(DTYPE, "q_data_type kv_data_type o_data_type data_type o_dtype dtype")
 _kind(WORD, "kv_layout kv_layout_p kv_layout_d bitorder backend order pages heads kv_cache_dtype")
 _kind(MODE, "pos_encoding_mode pos_encoding_mode_p pos_encoding_mode_d")
 _kind(DEVICE, "device")
 _kind(REFUSED, "use_fp16_qk_reduction window_right kv_cache_sf skip_softmax_threshold_scale_factor use_fp16_softmax")
-_kind(REFUSED, "uses_spcompress use_profiler profiler_buffer seq_lens_q v_indptr o_indptr o_scale jit_args jit_kwargs")
+_kind(REFUSED, "uses_spcompress profiler_buffer seq_lens_q v_indptr o_indptr o_scale jit_args jit_kwargs")
 _kind(
     REFUSED,
     "block_mask custom_mask_d packed_custom_mask_d return_lse_p return_lse_d",

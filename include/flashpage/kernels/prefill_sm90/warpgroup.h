@@ -68,6 +68,7 @@ struct PrefillWarpgroup {
     order.pass();
     ptx::wgmma_wait<joined ? 1 : 0>();
     ptx::wgmma_settle(values[0]);
+    if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
   }
   // Writes the unit's output, then computes the next unit's first scores if they were not issued above.
   FP_DEVICE void end_unit(const TiledPlace& tiled, SoftmaxState<1>& state, Sums& values, u8* tile, Scores& scores) {

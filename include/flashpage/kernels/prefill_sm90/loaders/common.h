@@ -6,6 +6,7 @@
 #include "flashpage/tile/load/converted_tiles.h"
 #include "flashpage/tile/load/prefill_boxes.h"
 #include "flashpage/tile/load/prefill_rows.h"
+#include "flashpage/tile/trace.h"
 
 namespace flashpage {
 
@@ -40,6 +41,7 @@ struct LoadingWarp {
         shared.cursor.start(params.plan, blockIdx.x / Traits::ctas);
       }
       publish(0);
+      stamp<Traits>(params, Stamp::plan_known);
     }
     __syncwarp();
   }
@@ -78,7 +80,10 @@ struct LoadingWarp {
       tiles.look_ahead(source, visits.now(), visits.next());
       __syncwarp();
       if (lane == 0) shared.place_ring.release(unit_use);
-      for (; visits.more(); visits.step()) load(source, visits, unit_use);
+      for (; visits.more(); visits.step()) {
+        load(source, visits, unit_use);
+        if (lane == 0) stamp_first<Traits>(params, Stamp::first_load);
+      }
     }
   }
   FP_DEVICE void for_each_tile(const auto& tiles, auto&& load) const {
