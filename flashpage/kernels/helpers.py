@@ -1,6 +1,6 @@
 """Kernels around attention: merging, appending, gathering, tiles of masks, plans on the card.
 
-Their headers are include/flashpage/kernels/helpers/NAME.h.
+Their headers are include/flashpage/kernels/helpers/NAME.h; two kernels share merge.h.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 from ..base.dtypes import DType
 from .kernel import Kernel, types
 from .spec import KernelSpec
+from .tile import MERGE_COLUMNS
 
 MOST_CTAS = 1 << 16  # of a launch whose CTAs go on to further rows
 # By the size of an element: kernels that copy bytes have one for all types of that size.
@@ -17,7 +18,13 @@ COPIED = {1: DType.FLOAT8_E4M3, 2: DType.FLOAT16, 4: DType.FLOAT32}
 
 
 def _merge_traits(spec: KernelSpec) -> tuple[str, ...]:
-    return types(Out=spec.out_dtype)
+    by_columns = "true" if spec.kernel == "merge_columns" else "false"
+    return (*types(Out=spec.out_dtype), f"static constexpr bool by_columns = {by_columns};")
+
+
+def merge_spec(out_dtype: DType, head_dim_vo: int) -> KernelSpec:
+    """The kernel that merges partials of this width: rows of many columns are few, and several warps share a row."""
+    return KernelSpec("merge" if head_dim_vo <= MERGE_COLUMNS else "merge_columns", out_dtype=out_dtype)
 
 
 def _merge_states_traits(spec: KernelSpec) -> tuple[str, ...]:
@@ -49,6 +56,7 @@ def _helper(name: str, cpp: str, parameters: str) -> Kernel:
 
 
 MERGE = dataclasses.replace(_helper("merge", "Merge<Traits>", "MergeParams"), traits=_merge_traits)
+MERGE_BY_COLUMNS = dataclasses.replace(MERGE, name="merge_columns")
 MERGE_STATES = dataclasses.replace(
     _helper("merge_states", "MergeStates<Traits>", "MergeStatesParams"), traits=_merge_states_traits
 )
@@ -66,11 +74,14 @@ MASK_TILES = dataclasses.replace(
     traits=_mask_tiles_traits,
 )
 
-KERNELS = (MERGE, MERGE_STATES, APPEND, APPEND_LATENT, GATHER_ROWS, GATHER_SLOTS, PLAN, MASK_TILES)
+KERNELS = (
+    *(MERGE, MERGE_BY_COLUMNS, MERGE_STATES, APPEND, APPEND_LATENT),
+    *(GATHER_ROWS, GATHER_SLOTS, PLAN, MASK_TILES),
+)
 
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
 AHEAD = (
-    *(KernelSpec("merge", out_dtype=dtype) for dtype in _HALF),
+    *(KernelSpec(name, out_dtype=dtype) for name in ("merge", "merge_columns") for dtype in _HALF),
     *(KernelSpec("merge_states", q_dtype=dtype) for dtype in (*_HALF, DType.FLOAT32)),
     *(KernelSpec("append", kv_dtype=dtype) for dtype in COPIED.values()),
     KernelSpec("plan"),

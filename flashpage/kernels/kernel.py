@@ -67,6 +67,7 @@ class AttentionKernel(Kernel):
     merges_in_launch: bool = False  # CUDA: partials are merged without another launch
     row_boxes: bool = False  # it loads q and stores out by tensor maps, if they have one
     line_bytes: Callable[[KernelSpec], int] = lambda spec: LINE_BYTES  # of boxes of K and V
+    v_line_bytes: int | None = None  # of boxes of V, if those of K differ
     gathers_rows: bool = False  # consecutive rows may be worth a copy of single ones (plan/gather_rows.py)
     runs_beside: bool = False  # with one CTA an SM, it can share the SMs with another launch of the same run
     ahead: tuple[Ahead, ...] = ()  # plans whose kernels are built ahead of time

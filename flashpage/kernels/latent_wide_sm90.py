@@ -1,5 +1,5 @@
-"""Attention of many packed rows over latent rows (MLA) on Hopper: 64 rows a CTA, or 128 in a pair of CTAs that load
-tokens for each other."""
+"""Attention of many packed rows over latent rows (MLA) on Hopper: 128 in a pair of CTAs that load tokens for each
+other."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, Cost, Tile
 from .work import Work
 
-LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
-_ROWS = 64  # packed rows of a CTA
+ROWS = 64  # packed rows of a product
 _TOKENS = 64  # of a block
 _STAGES = 2  # blocks in shared memory
 _REACHED = 0.68  # the fraction of the card's 16-bit throughput that products reach
 
 
 def _tile(work: Work) -> Tile:
-    tile = Tile(_ROWS, _TOKENS, 4, 2, _STAGES)
-    return tile.paired() if _has_pairs(work) else tile
+    return Tile(ROWS, _TOKENS, 4, 2, _STAGES).paired()
 
 
-def _has_pairs(work: Work) -> bool:
-    return work.packed_rows > _ROWS and boxes_or_rows(work.options) == "boxes"
+def packed_rows(work: Work) -> int:
+    """Packed rows of a request. In the batch-invariant mode those of the work are a guess, which is too high for
+    decode."""
+    rows, group = work.packed_rows, work.options.group_size
+    return min(rows, group) if work.options.is_batch_invariant else rows
 
 
 def _many_rows(work: Work) -> str | None:
-    # In the batch-invariant mode packed rows are a guess, which is too high for decode.
-    rows = min(work.packed_rows, work.options.group_size) if work.options.is_batch_invariant else work.packed_rows
-    return None if rows >= LEAST_PACKED_ROWS else f"{rows} packed rows are few, it takes {LEAST_PACKED_ROWS} or more"
+    rows = packed_rows(work)
+    return None if rows > ROWS else f"{rows} packed rows are few, it takes {ROWS + 1} or more"
+
+
+def _boxes(work: Work) -> str | None:
+    return None if boxes_or_rows(work.options) == "boxes" else f"pages of {work.options.page_size} tokens have no boxes"
 
 
 def _columns(work: Work) -> str | None:
@@ -45,7 +49,7 @@ def _columns(work: Work) -> str | None:
 
 def _cost(work: Work, tile: Tile) -> Cost:
     card = work.card
-    flops = 2 * _ROWS * work.columns
+    flops = 2 * tile.tile_q // tile.ctas * work.columns  # of a CTA
     return Cost(
         heads_on_axis=False,
         ns_per_token=max(
@@ -59,18 +63,21 @@ def _cost(work: Work, tile: Tile) -> Cost:
     )
 
 
+# What each kernel over blocks of 64 tokens accepts, whatever the number of rows.
+OPTIONS = (capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=HALF), same_type, _columns, plain)
+
 KERNEL = AttentionKernel(
     name="latent_wide_sm90",
     header="flashpage/kernels/latent_wide_sm90/kernel.h",
     cpp="LatentWideSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(capability(90, 90), only_latent_rows, _many_rows, *dtypes(q=HALF, out=HALF), same_type, _columns, plain),
+    accepts=(_many_rows, _boxes, *OPTIONS),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,
     row_alignment=16,
     sources=wgmma_source.render_halves,
     traits=traits,
-    attributes=lambda spec: "__cluster_dims__(2, 1, 1) " if spec.ctas == 2 else "",
+    attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",
 )

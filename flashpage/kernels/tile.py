@@ -16,7 +16,7 @@ class Tile:
     stages: int  # most KV tiles in flight; the kernel's header uses as many as fit
     ctas_per_sm: int = 1  # CUDA: limits the registers
     warps_v: int = 1  # warps that share the value columns
-    ctas: int = 1  # CTAs of a cluster: each has part of the rows, and they read the tokens once
+    ctas: int = 1  # CTAs of a cluster, which share a unit and read its tokens once
     ring_bytes: int = 0  # most shared memory for the stages; 0: the header's own limit
     shared_limit: int = 0  # shared memory of a CTA on the card; 0: the header has the limit of its cards
 
@@ -51,4 +51,5 @@ class Cost:
 
 
 MERGE_CTA_ROWS = 8  # rows that a CTA of kernels/helpers/merge.h merges at a time, one in each warp
+MERGE_COLUMNS = 128  # columns that a warp of it merges at a time
 MERGE_ITEM_ROWS = 64  # rows of a merge item

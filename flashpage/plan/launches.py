@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import native
-from ..kernels.tile import MERGE_CTA_ROWS
 
 if TYPE_CHECKING:
     from ..jit.loader import LoadedKernel
@@ -85,4 +84,4 @@ def _merge_ctas(prepared: PreparedKernels, num_merges: int) -> int:
     """CTAs of the merge's launch; 0: no merge is needed."""
     if prepared.merge is None:
         return 0
-    return min(num_merges * -(-prepared.schedule.merge_rows // MERGE_CTA_ROWS), prepared.most_merge_ctas)
+    return min(num_merges * prepared.merge_ctas, prepared.most_merge_ctas)

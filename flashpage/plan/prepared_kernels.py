@@ -11,10 +11,11 @@ from .. import jit, native, variants
 from ..base import tensor_memory
 from ..base.errors import PlanError, VariantError
 from ..base.log import LOGGER
-from ..kernels import choose, schedules
+from ..kernels import choose, helpers, schedules
 from ..kernels.context_classes import ContextClass
 from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
+from ..kernels.tile import MERGE_COLUMNS, MERGE_CTA_ROWS
 from ..kernels.work import Problem
 from ..native import fastcall
 from . import gather_rows
@@ -32,8 +33,8 @@ class PreparedKernels:
     """
 
     __slots__ = (
-        *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "most_merge_ctas", "options"),
-        *("problem", "schedule", "schedule_address"),
+        *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "merge_ctas", "most_merge_ctas"),
+        *("options", "problem", "schedule", "schedule_address"),
     )
 
     def __init__(
@@ -66,6 +67,8 @@ class PreparedKernels:
         self.merge, self.most_merge_ctas = self._find_merge(device)
         clusters = schedules.Clusters.of(self.attention.info, self.choice.card)
         self.schedule = schedules.schedule(self.choice, options, num_ctas, clusters)
+        rows, columns = self.schedule.merge_rows, options.head_dim_vo
+        self.merge_ctas = -(-rows // MERGE_CTA_ROWS) * -(-columns // MERGE_COLUMNS)  # of an item
         self.cluster_size = 0  # of launches of one shape
         if fixed_for is not None:
             units = schedules.most_units(options, self.schedule.tile_q, *fixed_for)
@@ -80,7 +83,7 @@ class PreparedKernels:
         out_dtype = self.options.out_dtype
         if device.type == "cpu":
             return native.check_handle(native.load().fp_cpu_merge_kernel(out_dtype.host_code)), 1
-        merge = jit.get_kernel(KernelSpec("merge", out_dtype=out_dtype), device)
+        merge = jit.get_kernel(helpers.merge_spec(out_dtype, self.options.head_dim_vo), device)
         return merge.handle, MERGE_CTAS_PER_SM * self.choice.card.sms
 
 

@@ -68,12 +68,12 @@ class BoundPart:
         params.box_tokens, params.query_box_rows, params.out_box_rows = tokens, 0, 0
         params.cta_rows = prepared.schedule.tile_q // spec.ctas
         if tokens:
-            found.k, found.v = (
-                tensor_maps.box_form(
-                    view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged, line=line
-                )
-                for name, view in views.items()
+            form_of = functools.partial(
+                tensor_maps.box_form, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged
             )
+            (k, k_view), (v, v_view) = views.items()
+            found.k = form_of(k_view, k, line=line)
+            found.v = form_of(v_view, v, line=prepared.choice.kernel.v_line_bytes or line)
         if tile and prepared.choice.kernel.row_boxes and spec.loader != "converted":
             self._bind_row_boxes(found, has_out=spec.loader != "transposed")
         has_boxes = tokens or params.query_box_rows or params.out_box_rows

@@ -4,7 +4,6 @@ end of a unit. Copies arrive late and in any order, and wgmmas finish when they 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from flashpage import native
 from flashpage.base.dtypes import DType
 from flashpage.jit import Target, build_kernels
 from flashpage.jit.compilers import find_nvcc
-from flashpage.kernels import devices, latent_decode_sm90, latent_wide_sm90
+from flashpage.kernels import devices, latent_columns_sm90, latent_decode_sm90, latent_wide_sm90
 from flashpage.kernels.kernel import AttentionKernel
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
@@ -32,8 +31,9 @@ from flashpage.kernels.work import Problem, Work
 
 _EDGES = (0, 1, 17, 63, 64, 65, 129, 200)
 _ONES = (1,) * len(_EDGES)
-_WIDE = {"num_q_heads": 64}
+_ROWS_64, _ROWS_96 = {"num_q_heads": 64}, {"num_q_heads": 96}
 TRANSPOSED, WIDE = latent_decode_sm90.KERNEL, latent_wide_sm90.KERNEL
+BY_COLUMNS = latent_columns_sm90.KERNEL
 # Few builds: rows with the same types, sizes, loader and rows of a unit share one.
 TRANSPOSED_CASES = [
     latent_case("edges", "slots of one unit, and units that follow each other", _ONES, _EDGES, sinks=True),
@@ -56,25 +56,32 @@ TRANSPOSED_CASES = [
     latent_case("512-0", "rows without a tail", (1, 2), (90, 130), head_dim=512, num_q_heads=16, causal=True),
     latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
 ]
-WIDE_CASES = [
-    latent_case("edges", "blocks of one unit, and units that follow each other", _ONES, _EDGES, sinks=True, **_WIDE),
-    latent_case("mtp", "page 16: four boxes, causal", (2, 1), (64, 129), page_size=16, causal=True, num_q_heads=40),
-    latent_case("page-64", "maxima that rise", (1, 1), (100, 450), page_size=64, cache="gapped", sm_scale=4.0, **_WIDE),
-    latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, **_WIDE),
-    latent_case("page-3", "single rows, causal", (1, 2), (70, 129), page_size=3, causal=True, num_q_heads=40),
+COLUMNS_CASES = [
+    latent_case("edges", "blocks of one unit, and units that follow each other", _ONES, _EDGES, sinks=True, **_ROWS_64),
+    latent_case("mtp", "single rows, causal, two row tiles", (2, 1), (64, 129), page_size=1, causal=True, **_ROWS_64),
     latent_case(
-        "256-64",
-        "fp16, two units of a row",
-        (1,),
-        (290,),
-        head_dim=320,
-        head_dim_vo=256,
-        q_dtype="float16",
-        num_q_heads=80,
+        "page-64", "maxima that rise", (1, 1), (100, 450), page_size=64, cache="gapped", sm_scale=4.0, **_ROWS_64
     ),
-    latent_case("512-0", "rows without a tail, a negative scale", (1,), (190,), head_dim=512, sm_scale=-0.1, **_WIDE),
+    latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, **_ROWS_64),
+    latent_case("page-3", "single rows, causal", (1, 2), (70, 129), page_size=3, causal=True, num_q_heads=40),
+    latent_case("256-64", "fp16", (1,), (290,), head_dim=320, head_dim_vo=256, q_dtype="float16", num_q_heads=40),
+    latent_case(
+        "512-0", "rows without a tail, a negative scale", (1,), (190,), head_dim=512, sm_scale=-0.1, **_ROWS_64
+    ),
+]
+WIDE_CASES = [
+    latent_case("edges", "blocks of one unit, and units that follow each other", _ONES, _EDGES, sinks=True, **_ROWS_96),
+    latent_case("mtp", "page 16: four boxes, causal", (2, 1), (64, 129), page_size=16, causal=True, num_q_heads=40),
+    latent_case(
+        "page-64", "maxima that rise", (1, 1), (100, 450), page_size=64, cache="gapped", sm_scale=4.0, **_ROWS_96
+    ),
+    latent_case("256-64", "fp16", (1,), (290,), head_dim=320, head_dim_vo=256, q_dtype="float16", num_q_heads=80),
+    latent_case(
+        "512-0", "rows without a tail, a negative scale", (1,), (190,), head_dim=512, sm_scale=-0.1, **_ROWS_96
+    ),
 ]
 ROWS = [*((TRANSPOSED, case) for case in TRANSPOSED_CASES), *((WIDE, case) for case in WIDE_CASES)]
+ROWS += ((BY_COLUMNS, case) for case in COLUMNS_CASES)
 
 
 def spec_of(kernel: AttentionKernel, case: Case) -> KernelSpec:
@@ -83,11 +90,7 @@ def spec_of(kernel: AttentionKernel, case: Case) -> KernelSpec:
     options = Options("latent", *sizes, dtype, dtype, out, causal=case.causal)
     work = Work(Problem(options, case.num_q_heads * max(case.q_lens)), devices.H200)
     assert not kernel.refusals(work)
-    spec = kernel.spec(work)
-    if spec.ctas == 1:
-        return spec
-    assert spec.tile is not None
-    return dataclasses.replace(spec, tile=dataclasses.replace(spec.tile, tile_q=spec.rows // spec.ctas, ctas=1))
+    return kernel.spec(work)
 
 
 def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
@@ -96,7 +99,8 @@ def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
     names = {"bfloat16": "Bf16", "float16": "Half"}
     source = {"HEADER": f'"{kernel.header}"', "KERNEL": kernel.cpp.removesuffix("<Traits>")}
     values: dict[str, Any] = source | {"CACHE": names[case.q_dtype], "OUT": names[case.out_type], "LOADER": spec.loader}
-    tile = {name: getattr(spec.tile, name) for name in ("tile_q", "warps_q", "warps_kv", "warps_v", "stages")}
+    tile = {name: getattr(spec.tile, name) for name in ("warps_q", "warps_kv", "warps_v", "stages", "ctas")}
+    tile["tile_q"] = spec.tile.tile_q // spec.ctas
     values |= {name.upper(): value for name, value in tile.items()}
     values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
@@ -143,7 +147,10 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
     for view, half in ((params.k, first), (params.v, second)):
         view.data = half.data_ptr()
         view.page_stride, view.token_stride = half.stride()[:2]
-    maps = (Map * 4)(*(map_of(half.unsqueeze(2), (128, box, 1, 1)) for half in (first, second)))
+    widths = (128, kernel.v_line_bytes or 128)
+    maps = (Map * 4)(
+        *(map_of(half.unsqueeze(2), (width, box, 1, 1)) for half, width in zip((first, second), widths, strict=True))
+    )
     args = native.VariantArgs()
     left = library(kernel, case).run_latent(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
     if cut:
@@ -159,7 +166,7 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
             num_q_heads=case.num_q_heads,
             group=params.group,
         )
-        flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type] }",)
+        flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type] }", "-DBY_COLUMNS=1")
         ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
     return out, lse, left
 
@@ -182,7 +189,7 @@ def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
-@pytest.mark.parametrize(("kernel", "rows"), [(TRANSPOSED, 32), (WIDE, 128)], ids=["32 rows", "pairs"])
+@pytest.mark.parametrize(("kernel", "rows"), [(TRANSPOSED, 32), (WIDE, 128), (BY_COLUMNS, 64)])
 def test_machine_code(kernel: AttentionKernel, rows: int, tmp_path: Path) -> None:
     options = Options("latent", rows, 1, 576, 512, 64, DType.BFLOAT16, DType.BFLOAT16, DType.BFLOAT16)
     spec = kernel.spec(Work(Problem(options, rows), devices.H200))

@@ -16,8 +16,9 @@ OUTS = {"Bf16": torch.bfloat16, "Half": torch.float16}
 PARTIALS = (1, 2, 3, 4, 5, 8, 9, 31, 32, 33, 40)
 
 
-def library(out: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=(f"-DOUT={out}",))))
+def library(out: str, by_columns: int) -> ctypes.CDLL:
+    flags = (f"-DOUT={out}", f"-DBY_COLUMNS={by_columns}")
+    return ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags)))
 
 
 @pytest.mark.parametrize("out", OUTS)
@@ -59,7 +60,7 @@ def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
         with np.errstate(divide="ignore"):
             wanted_lse[place] = most + np.log2(sums)
 
-    for grid, has_lse in ((3, True), (200, False)):
+    for grid, has_lse, by_columns in ((3, True, 0), (200, False, 0), (3, True, 1), (200, False, 1)):
         given = torch.full((rows, heads, dim), torch.nan, dtype=OUTS[out])
         given_lse = torch.full((rows, heads), torch.nan)
         params = native.MergeParams(
@@ -74,7 +75,7 @@ def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
             num_q_heads=heads,
             group=native.make_fast_div(group),
         )
-        library(out).merge(ctypes.byref(params), grid)
+        library(out, by_columns).merge(ctypes.byref(params), grid)
         np.testing.assert_allclose(given.double().numpy(), wanted, atol=1e-3, rtol=2**-8)
         if has_lse:
             np.testing.assert_allclose(given_lse.double().numpy(), wanted_lse, atol=1e-4)

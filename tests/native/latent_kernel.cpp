@@ -1,6 +1,6 @@
 // All of a kernel over latent rows on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX
 // manual. For tests/kernels/test_latent_kernel.py, which sets HEADER, KERNEL, CACHE, OUT, TILE_Q, WARPS_Q,
-// WARPS_KV, WARPS_V, STAGES, HEAD_DIM_QK, HEAD_DIM_VO and LOADER.
+// WARPS_KV, WARPS_V, STAGES, CTAS, HEAD_DIM_QK, HEAD_DIM_VO and LOADER.
 #include HEADER
 
 #include "hopper.h"
@@ -18,16 +18,22 @@ constexpr int steps = 16;  // terms of a sum in one product
 
 float number(u32 bits) { return is_same<CACHE, Half> ? hopper::of_half(bits) : hopper::of_bf16(bits); }
 float element(u32 address) { return number(hopper::swizzled(address) | hopper::swizzled(address + 1) << 8); }
+// An element of a factor whose rows have the terms side by side.
+float element(u64 factor, int row, int column) {
+  const u32 address = static_cast<u32>(factor) + column * 2;
+  if ((factor & hopper::is_narrow) == 0) return element(address + row * 128);
+  return number(hopper::swizzled_64(address + row * 64) | hopper::swizzled_64(address + row * 64 + 1) << 8);
+}
 
 // c += a b: term(row, k) gives a factor of the lane's warp, and rows of b have the terms side by side.
 template <int tiles, class Term>
-void add(float (&c)[tiles][4], u32 b, bool accumulate, Term&& term) {
+void add(float (&c)[tiles][4], u64 b, bool accumulate, Term&& term) {
   const int first = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   for (int n = 0; n < tiles; ++n)
     for (int e = 0; e < 4; ++e) {
       const int row = first + e / 2 * 8, column = n * 8 + threadIdx.x % 4 * 2 + e % 2;
       float sum = 0.f;
-      for (int k = 0; k < steps; ++k) sum += term(row, k) * element(b + column * 128 + k * 2);
+      for (int k = 0; k < steps; ++k) sum += term(row, k) * element(b, column, k);
       c[n][e] = (accumulate ? c[n][e] : 0.f) + sum;
     }
 }
@@ -35,9 +41,7 @@ void add(float (&c)[tiles][4], u32 b, bool accumulate, Term&& term) {
 struct KeyProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
-    const u32 keys = static_cast<u32>(a), rows = static_cast<u32>(b);
-    hopper::multiply_later(
-        [=, &c] { add(c, rows, accumulate, [&](int row, int k) { return element(keys + row * 128 + k * 2); }); });
+    hopper::multiply_later([=, &c] { add(c, b, accumulate, [&](int row, int k) { return element(a, row, k); }); });
   }
 };
 
@@ -95,13 +99,14 @@ struct Traits {
   static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int tile_q = TILE_Q, tile_kv = 64;
   static constexpr int warps_q = WARPS_Q, warps_kv = WARPS_KV, warps_v = WARPS_V;
-  static constexpr int stages = STAGES, ctas = 1, ctas_per_sm = 1, shared_limit = 0, ring_bytes = 0;
+  static constexpr int stages = STAGES, ctas = CTAS, ctas_per_sm = 1, shared_limit = 0, ring_bytes = 0;
   static constexpr bool trace = false;
 };
 
 }  // namespace
 
-// Runs the plan's CTAs one after another. Returns the number of barriers at which arrivals or bytes are missing.
+// Runs the plan's CTAs, or its pairs of CTAs, one after another. Returns the number of barriers at which arrivals or
+// bytes are missing.
 extern "C" i32 run_latent(const AttentionParams* params, const VariantArgs* args, const hopper::Map* of_maps,
                           i32 num_ctas) {
   const KvMaps maps{};
@@ -113,7 +118,8 @@ extern "C" i32 run_latent(const AttentionParams* params, const VariantArgs* args
   card::meanwhile = hopper::land_some;
   std::memset(memory, 0x7f, sizeof memory);  // NaN
   using Kernel = KERNEL<Traits>;
-  card::launch(num_ctas, Kernel::threads, [&] { Kernel::run(*params, *args, maps); });
+  static_assert(Kernel::shared_bytes <= sizeof memory / 2);
+  card::launch(num_ctas * CTAS, Kernel::threads, [&] { Kernel::run(*params, *args, maps); }, CTAS);
   return static_cast<i32>(std::count_if(hopper::barriers.begin(), hopper::barriers.end(),
                                         [](const auto& at) { return at.second.arrived > 0 || at.second.bytes != 0; }));
 }

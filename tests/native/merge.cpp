@@ -1,4 +1,4 @@
-// kernels/helpers/merge.h on the host, for tests/kernels/test_merge_kernel.py, which sets OUT.
+// kernels/helpers/merge.h on the host, for tests/kernels/test_merge_kernel.py, which sets OUT and BY_COLUMNS.
 #include "flashpage/kernels/helpers/merge.h"
 
 #include "hopper.h"
@@ -7,6 +7,7 @@ using namespace flashpage;
 
 struct Traits {
   using Out = OUT;
+  static constexpr bool by_columns = BY_COLUMNS;
 };
 
 extern "C" void merge(const MergeParams* params, int grid) {

@@ -12,7 +12,6 @@ import ctypes, threading
 from ctypes import addressof, byref
 from types import SimpleNamespace
 from flashpage import native as host
-from flashpage.kernels.tile import MERGE_CTA_ROWS
 from flashpage.plan.launches import Addresses, LaunchList
 from flashpage.plan.mixed_batch import Part
 from plan_calls import PlanCall
@@ -37,8 +36,7 @@ def loaded(handle):
     return SimpleNamespace(handle=handle, info=info)
 
 def part(attention, merge=None, num_ctas=132, merge_ctas=0, cluster_size=0):
-    schedule = SimpleNamespace(merge_rows=MERGE_CTA_ROWS)  # a CTA for each merge
-    prepared = SimpleNamespace(attention=SimpleNamespace(handle=attention), merge=merge, schedule=schedule)
+    prepared = SimpleNamespace(attention=SimpleNamespace(handle=attention), merge=merge, merge_ctas=1)
     prepared.choice, prepared.most_merge_ctas = SimpleNamespace(spec=SimpleNamespace(ctas=1)), 4 * 116
     return Part(prepared, None, num_ctas, merge_ctas, cluster_size)
 

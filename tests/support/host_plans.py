@@ -12,6 +12,8 @@ from inputs import Inputs
 
 from flashpage.native import records
 
+_MERGE_ROWS = 64  # of an item
+
 
 @dataclasses.dataclass
 class Planned:
@@ -47,17 +49,18 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
                 one["first_packed_row"], one["num_units"], one["kv_begin"], one["kv_end"] = first, 1, begin, end
                 one["partial_row"], one["piece"], one["merge"] = partial + piece * own, piece, len(merges)
                 items[piece].append(one)
-            merge = np.zeros(1, records.MERGE_ITEM)
-            merge["request"], merge["q_begin"], merge["first_packed_row"] = request, item["q_begin"], first
-            merge["num_rows"], merge["partial_row"], merge["partial_stride"] = own, partial, own
-            merge["num_partials"] = 2
-            merges.append(merge)
+            for row in range(0, own, _MERGE_ROWS):
+                merge = np.zeros(1, records.MERGE_ITEM)
+                merge["request"], merge["q_begin"], merge["first_packed_row"] = request, item["q_begin"], first + row
+                merge["num_rows"], merge["partial_row"] = min(_MERGE_ROWS, own - row), partial + row
+                merge["partial_stride"], merge["num_partials"] = own, 2
+                merges.append(merge)
             partial += 2 * own
     num_ctas = 2 if cut else 1
     header, starts = np.zeros(1, records.PLAN_HEADER), np.zeros(num_ctas, records.CTA_START)
     everything = [item for of_cta in items for item in of_cta]
     header["num_ctas"], header["num_items"], header["num_merges"] = num_ctas, len(everything), len(merges)
-    header["merge_rows"] = 64
+    header["merge_rows"] = _MERGE_ROWS
     header["items_offset"] = header.nbytes + starts.nbytes
     header["merges_offset"] = header["items_offset"] + len(everything) * records.WORK_ITEM.itemsize
     ends = np.cumsum([len(of_cta) for of_cta in items])[:num_ctas]

@@ -30,7 +30,7 @@ def prebuild(plans: GroupPlans, uses: tuple[Use, ...]) -> None:
 
 def _attention(options: Options, device: torch.device) -> list[KernelSpec]:
     """The kernels for all numbers of rows, a power of two each, and for contexts of any length, with those that find
-    their tiles before them on a card."""
+    their tiles before them and that merge after them on a card."""
     variant = trace(options, 1.0, device).spec
     rows = [options.group_size] if options.uniform_q_len else [1 << i for i in range(choose.MANY_ROWS.bit_length())]
     problems = (
@@ -40,16 +40,20 @@ def _attention(options: Options, device: torch.device) -> list[KernelSpec]:
         for contexts in CLASSES
     )
     choices = [choose.choose(problem, device, variant) for problem in problems]
-    before = [mask_tiles_spec(choice, options) for choice in choices] if device.type == "cuda" else []
-    return [choice.spec for choice in choices] + [spec for spec in before if spec is not None]
+    found = [choice.spec for choice in choices]
+    if device.type == "cuda":
+        tiles = [mask_tiles_spec(choice, options) for choice in choices]
+        found += [spec for spec in tiles if spec is not None]
+        found.append(helpers.merge_spec(options.out_dtype, options.head_dim_vo))
+    return found
 
 
 def _helpers(plans: GroupPlans) -> list[KernelSpec]:
-    """The kernels that plan, merge and write the cache."""
+    """The kernels that plan and write the cache."""
     sizes = plans.sizes
     q_dtype, kv_dtype = DType.of(sizes.q_dtype), DType.of(sizes.kv_dtype)
     types = (q_dtype, kv_dtype) if kv_dtype.is_fp8 else (helpers.COPIED[kv_dtype.size],) * 2
-    found = [KernelSpec("plan"), KernelSpec("merge", out_dtype=q_dtype), blocks.write_spec(*types, "rows")]
+    found = [KernelSpec("plan"), blocks.write_spec(*types, "rows")]
     if sizes.has_rotation:
         found.append(blocks.rotate_write_spec(q_dtype, kv_dtype))
     return found

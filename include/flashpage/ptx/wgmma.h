@@ -20,6 +20,17 @@ struct Matrix {
   FP_DEVICE u64 at(u32 bytes) const { return static_cast<u64>(high) << 32 | (low + bytes / 16); }
 };
 
+// As Matrix, for one panel of 64-byte rows with the copy engine's 64-byte swizzle.
+struct NarrowMatrix {
+  u32 low, high;
+
+  FP_DEVICE explicit NarrowMatrix(u32 address) : low(__shfl_sync(0xffffffff, (address & 0x3ffff) / 16, 0)) {
+    constexpr u32 eight_rows = 512 / 16, swizzle_64 = 2u << 30;
+    high = swizzle_64 | eight_rows;
+  }
+  FP_DEVICE u64 at(u32 bytes) const { return static_cast<u64>(high) << 32 | (low + bytes / 16); }
+};
+
 // Orders ordinary accesses to registers before the products that follow and use these registers.
 FP_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

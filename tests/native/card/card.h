@@ -1,5 +1,5 @@
-// Runs a CTA's threads as fibers of one host thread, for the headers of small kernels, with the parts of CUDA that they
-// use. A thread runs until it waits for others.
+// Runs the threads of a CTA or of a cluster's CTAs as fibers of one host thread, for the headers of small kernels, with
+// the parts of CUDA that they use. A thread runs until it waits for others.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -47,19 +47,23 @@ inline std::vector<char> begun, done;
 inline std::vector<std::function<bool()>> waits;  // the condition that each waiting thread waits for
 inline Place scheduler;
 inline std::vector<Warp> warps;
-inline Meeting cta;
+inline std::vector<Meeting> ctas;  // barriers of each CTA's threads
+inline Meeting cluster;
+inline unsigned fiber, cta_threads;  // the running thread among those of all CTAs, and the threads of each
 inline std::function<void()> body;
 
-// Switches from the scheduler to the thread that threadIdx names, and back.
+// The rank of the running thread's CTA in its cluster.
+inline unsigned cta_rank() { return fiber / cta_threads; }
+
+// Switches from the scheduler to the thread that `fiber` names, and back.
 inline void enter() {
-  const unsigned thread = threadIdx.x;
   if (_setjmp(scheduler.registers) != 0) return;
-  if (begun[thread]) _longjmp(places[thread].registers, 1);
-  begun[thread] = true;
-  setcontext(&beginnings[thread]);
+  if (begun[fiber]) _longjmp(places[fiber].registers, 1);
+  begun[fiber] = true;
+  setcontext(&beginnings[fiber]);
 }
 inline void leave() {
-  if (_setjmp(places[threadIdx.x].registers) == 0) _longjmp(scheduler.registers, 1);
+  if (_setjmp(places[fiber].registers) == 0) _longjmp(scheduler.registers, 1);
 }
 
 inline std::function<void()> meanwhile;  // called between threads, for example to let copies land
@@ -68,7 +72,7 @@ inline long long idle_switches = 0;
 // process then ends, because fibers cannot be unwound.
 inline void pass() {
   if (++idle_switches > 50'000'000) {
-    std::fprintf(stderr, "a kernel on the host: everyone waits, thread %u too\n", threadIdx.x);
+    std::fprintf(stderr, "a kernel on the host: everyone waits, thread %u too\n", fiber);
     std::abort();
   }
   if (meanwhile) meanwhile();
@@ -79,7 +83,7 @@ template <class IsOver>
 void wait_until(IsOver&& is_over) {
   if (is_over()) return;
   pass();
-  waits[threadIdx.x] = std::ref(is_over);
+  waits[fiber] = std::ref(is_over);
   leave();
 }
 inline void meet(Meeting& meeting) {
@@ -95,13 +99,13 @@ inline void meet(Meeting& meeting) {
 
 inline void thread_main() {
   body();
-  done[threadIdx.x] = true;
+  done[fiber] = true;
   leave();
 }
 
-// Runs the thread that threadIdx names until it waits.
+// Runs the thread that `fiber` names until it waits.
 inline void resume_thread() {
-  std::function<bool()>& is_over = waits[threadIdx.x];
+  std::function<bool()>& is_over = waits[fiber];
   if (is_over) {
     if (!is_over()) return pass();
     is_over = nullptr;
@@ -109,21 +113,24 @@ inline void resume_thread() {
   enter();
 }
 
-// Runs `kernel` in each CTA of a grid, one after another.
-inline void launch(unsigned grid, unsigned num_threads, std::function<void()> kernel) {
+// Runs `kernel` in each cluster of a grid, one after another; most kernels have clusters of one CTA.
+inline void launch(unsigned grid, unsigned threads_of_cta, std::function<void()> kernel, unsigned cluster_ctas = 1) {
   constexpr size_t stack_bytes = 1 << 16;
   static std::vector<char> stacks;
+  const unsigned num_threads = threads_of_cta * cluster_ctas;
   stacks.resize(num_threads * stack_bytes);
   body = std::move(kernel);
   gridDim.x = grid;
-  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+  cta_threads = threads_of_cta;
+  for (unsigned first_cta = 0; first_cta < grid; first_cta += cluster_ctas) {
     beginnings.assign(num_threads, {});
     places.assign(num_threads, {});
     begun.assign(num_threads, false);
     done.assign(num_threads, false);
     waits.assign(num_threads, {});
     warps.assign((num_threads + 31) / 32, Warp{{32}, {}});
-    cta = {num_threads};
+    ctas.assign(cluster_ctas, {threads_of_cta});
+    cluster = {num_threads};
     for (unsigned i = 0; i < num_threads; ++i) {
       getcontext(&beginnings[i]);
       beginnings[i].uc_stack.ss_sp = stacks.data() + i * stack_bytes;
@@ -132,10 +139,13 @@ inline void launch(unsigned grid, unsigned num_threads, std::function<void()> ke
     }
     for (unsigned running = num_threads; running > 0;) {
       running = 0;
-      for (threadIdx.x = 0; threadIdx.x < num_threads; ++threadIdx.x) {
-        if (done[threadIdx.x]) continue;
+      for (unsigned i = 0; i < num_threads; ++i) {
+        if (done[i]) continue;
+        fiber = i;
+        threadIdx.x = i % threads_of_cta;
+        blockIdx.x = first_cta + i / threads_of_cta;
         resume_thread();
-        running += !done[threadIdx.x];
+        running += !done[i];
       }
     }
   }
@@ -144,7 +154,7 @@ inline void launch(unsigned grid, unsigned num_threads, std::function<void()> ke
 // Calls read(values) with the values of all lanes of the caller's warp, between two barriers of the warp.
 template <class Read>
 auto exchange(unsigned value, Read&& read) {
-  Warp& warp = warps[threadIdx.x / 32];
+  Warp& warp = warps[fiber / 32];
   warp.values[threadIdx.x % 32] = value;
   meet(warp.meeting);
   const auto result = read(warp.values);
@@ -154,7 +164,7 @@ auto exchange(unsigned value, Read&& read) {
 
 }  // namespace card
 
-inline void __syncthreads() { card::meet(card::cta); }
+inline void __syncthreads() { card::meet(card::ctas[card::cta_rank()]); }
 inline int __syncthreads_or(int vote) {
   static bool any;
   any |= vote != 0;

@@ -33,7 +33,7 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float number) { return std::bit_cast<unsigned>(number); }
 inline int __float_as_int(float number) { return std::bit_cast<int>(number); }
-inline void __syncwarp() { card::meet(card::warps[threadIdx.x / 32].meeting); }
+inline void __syncwarp() { card::meet(card::warps[card::fiber / 32].meeting); }
 inline bool __any_sync(unsigned lanes, bool vote) { return __ballot_sync(lanes, vote) != 0; }
 inline float __shfl_xor_sync(unsigned, float value, int other) {
   const int lane = threadIdx.x % 32;
@@ -61,7 +61,7 @@ void sincospif(float, float*, float*);  // only declared: used by kernels that d
 
 namespace flashpage {
 
-alignas(1024) inline u8 memory[1 << 18];  // the name that kernels give their shared memory
+alignas(1024) inline u8 memory[1 << 19];  // the name that kernels give their shared memory; all CTAs of a cluster
 
 }  // namespace flashpage
 
@@ -69,8 +69,10 @@ namespace hopper {
 
 using namespace flashpage;
 
+inline u32 cta_bytes = sizeof memory / 2;  // of `memory`, of each CTA of a cluster
+
 [[noreturn]] inline void stop(const char* why) {  // a fiber cannot throw
-  std::fprintf(stderr, "a kernel on the host, thread %u: %s\n", threadIdx.x, why);
+  std::fprintf(stderr, "a kernel on the host, thread %u: %s\n", card::fiber, why);
   std::abort();
 }
 inline u8* at(u32 address) {
@@ -79,6 +81,8 @@ inline u8* at(u32 address) {
 }
 // The 128-byte swizzle of copies and products: bits 4 to 6 of an address are XORed with bits 7 to 9.
 inline u8& swizzled(u32 address) { return *at(address ^ (address >> 7 & 7) << 4); }
+// The 64-byte swizzle: bits 4 and 5 are XORed with bits 7 and 8.
+inline u8& swizzled_64(u32 address) { return *at(address ^ (address >> 7 & 3) << 4); }
 
 // The words of all lanes of the warp, for example addresses.
 inline std::array<u32, 32> of_lanes(u32 word) {

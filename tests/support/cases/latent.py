@@ -72,6 +72,7 @@ def rows() -> list[Case]:
         latent_case("wide-mtp", "64 heads, causal", (2, 1, 3), (64, 1, 200), causal=True, num_q_heads=64, page_size=8),
         latent_case("wide-rows", "64 heads, pages of one token", (1, 2), (200, 77), num_q_heads=64, page_size=1),
         latent_case("wide-sinks", "pairs, one is cut", (1, 1), (400, 0), num_q_heads=128, sinks=True),
+        latent_case("columns", "64 heads, one is cut", (1,) * 3, (400, 0, 65), num_q_heads=64, sinks=True),
         latent_case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16"),
         latent_case("fp32", "fp32, on the CPU", (1, 2), (90, 130), q_dtype="float32"),
         latent_case("out-fp32", "another type of the output", (1, 2), (90, 130), o_dtype="float32"),

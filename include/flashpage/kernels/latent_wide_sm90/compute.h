@@ -1,12 +1,11 @@
 // The computing warpgroups of latent_wide_sm90.
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/output.h"
-#include "flashpage/ptx/convert.h"
+#include "flashpage/kernels/wide_scores.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/softmax/sinks.h"
-#include "flashpage/tile/softmax/transform.h"
 #include "flashpage/tile/trace.h"
 
 namespace flashpage {
@@ -108,7 +107,7 @@ struct WideCompute {
       const bool has_second = block + 1 < blocks, goes_on = block + 2 < blocks;
       release(now, WidePart::tail);
       if (!goes_on) release_query();
-      prepare_scores(state, block);
+      prepare(state, block);
       if (state.softmax.raise(state.scores, softmax_scale(state), state.factor)) rescale(state);
       Fragments first, second;
       exponentiate(state, first);
@@ -169,7 +168,7 @@ struct WideCompute {
       release(now + 1, WidePart::tail);
       const bool goes_on = block + 3 < state.place.blocks;
       if (!goes_on) release_query();
-      prepare_scores(state, block + 1);
+      prepare(state, block + 1);
       if (state.softmax.raise(state.scores, softmax_scale(state), state.factor)) rescale(state);
       exponentiate(state, second);
       hand_over(state, second, from_right);
@@ -196,9 +195,7 @@ struct WideCompute {
   }
 
   // The first row of a unit that belongs to this CTA.
-  FP_DEVICE static int cta_row() {
-    return Traits::ctas == 1 ? 0 : static_cast<int>(ptx::cluster_rank()) * Shared::rows;
-  }
+  FP_DEVICE static int cta_row() { return static_cast<int>(ptx::cluster_rank()) * Shared::rows; }
   FP_DEVICE WarpRows rows_of(const WidePlace& place) const {
     return {params, place.place.item, place.place.unit, cta_row() + warp * 16, lane};
   }
@@ -223,7 +220,6 @@ struct WideCompute {
   FP_DEVICE void issue_panel(Scores& scores, u32 of_use, int panel, bool accumulate) const {
     const ptx::Matrix query(ptx::shared_address(shared.query), 0), keys(shared.block(of_use), 0);
     shared.wait_full(of_use, panel);
-    if constexpr (!Shared::by_boxes) ptx::fence_before_products();
     ptx::wgmma_fence();  // after a wait the compiler would insert one, and serialise products
 #pragma unroll
     for (int step = 0; step < Tile::panel_columns / 16; ++step)
@@ -233,7 +229,6 @@ struct WideCompute {
   // Issues values += P V for half of V's columns.
   FP_DEVICE void issue_values(Values& values, const Fragments& probabilities, u32 of_use, WidePart half) const {
     const ptx::Matrix tile(shared.block(of_use) + Shared::first_panel(half) * Tile::panel_bytes, Tile::panel_bytes);
-    if constexpr (!Shared::by_boxes) ptx::fence_before_products();  // the other warpgroup has seen these rows arrive
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < steps; ++step)
@@ -251,40 +246,12 @@ struct WideCompute {
     state.softmax.rescale(state.values, state.factor);
   }
 
-  // Scales scores that the softmax cannot scale, and hides the tokens that a row does not see.
-  FP_DEVICE void prepare_scores(State& state, int block) const {
-    if (scales_first<Traits>(state.place.scale)) {
-#pragma unroll
-      for (int n = 0; n < tokens / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) state.scores[0][n][e] *= state.place.scale;
-    }
-    const Unit& unit = state.place.place.unit;
-    const i32 first = state.place.first_token + block * tokens;
-    if (first >= unit.all_begin && first + tokens <= unit.all_end) return;
-    const WarpRows rows = rows_of(state.place).recomputed();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const TokenRange range = rows.visible(rows.row(0, half));
-#pragma unroll
-      for (int n = 0; n < tokens / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const i32 token = first + n * 8 + rows.lane % 4 * 2 + e;
-          if (token < range.begin || token >= range.end) state.scores[0][n][half * 2 + e] = ptx::negative_infinity();
-        }
-    }
+  FP_DEVICE void prepare(State& state, int block) const {
+    prepare_scores<Traits>(state.scores, state.place, rows_of(state.place), state.place.first_token + block * tokens);
   }
-
   FP_DEVICE void exponentiate(State& state, Fragments& probabilities) const {
     state.softmax.exponentiate(state.scores, softmax_scale(state));
-#pragma unroll
-    for (int step = 0; step < steps; ++step)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&pair)[4] = state.scores[0][2 * step + i / 2];
-        probabilities[step][i] = ptx::pack2<Cache>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
-      }
+    pack_probabilities<Cache>(state.scores, probabilities);
   }
 
   // Passes probabilities and maxima to the same thread of the other warpgroup. It has read what it was passed before,
@@ -324,20 +291,18 @@ struct WideCompute {
   // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. The block's
   // scores are complete.
   FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use, WidePart half) const {
-    if constexpr (Shared::by_boxes) {
-      const Unit& unit = place.place.unit;
-      const i32 first = place.first_token + block * tokens;
-      if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
-      u8* tile = shared.slots[Shared::slot(of_use)] + Shared::first_panel(half) * Tile::panel_bytes;
-      constexpr int chunks = Shared::half_panels * 8;
-      for (int i = thread; i < tokens * chunks; i += 128) {
-        const int row = i / chunks, chunk = i % chunks;
-        if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
-        *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
-      }
-      ptx::fence_before_products();
-      ptx::named_barrier(group_barrier + group, 128);
+    const Unit& unit = place.place.unit;
+    const i32 first = place.first_token + block * tokens;
+    if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
+    u8* tile = shared.slots[Shared::slot(of_use)] + Shared::first_panel(half) * Tile::panel_bytes;
+    constexpr int chunks = Shared::half_panels * 8;
+    for (int i = thread; i < tokens * chunks; i += 128) {
+      const int row = i / chunks, chunk = i % chunks;
+      if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
+      *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
     }
+    ptx::fence_before_products();
+    ptx::named_barrier(group_barrier + group, 128);
   }
 };
 

@@ -4,7 +4,7 @@
 // the value columns. Blocks of 64 tokens come in pairs. One warpgroup computes the probabilities of the first block,
 // the other one those of the second, and each multiplies both blocks' probabilities with its half of the values. So one
 // warpgroup's exponentials run while the other's products do. The four loading warps refill a part of a block's columns
-// as soon as its last product has read it. CTAs in pairs have 128 packed rows, and each loads half of the tokens for
+// as soon as its last product has read it. CTAs are pairs with 128 packed rows, and each loads half of the tokens for
 // both.
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/compute.h"
@@ -25,22 +25,15 @@ struct LatentWideSm90 {
   static_assert(shared_bytes <= cta_shared_bytes(ctas_per_sm), "more than a CTA has on Hopper");
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs&, const KvMaps& maps) {
-    extern __shared__ __align__(1024) u8 memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    Shared& shared = ptx::cta_memory<Shared>();
     // The L2 also holds what an earlier launch is about to write, so this prefetch need not wait for that launch.
     if (threadIdx.x == 32) ptx::prefetch_to_l2(&cta_start(params.plan, blockIdx.x / Traits::ctas));
     if (threadIdx.x == 0) {
       shared.init();
-      if constexpr (Shared::by_boxes) {
-        ptx::prefetch_tensor_map(maps.k);
-        if constexpr (Shared::tail_panels > 0) ptx::prefetch_tensor_map(maps.v);
-      }
+      ptx::prefetch_tensor_map(maps.k);
+      if constexpr (Shared::tail_panels > 0) ptx::prefetch_tensor_map(maps.v);
     }
-    if constexpr (Traits::ctas == 1) {
-      __syncthreads();
-    } else {
-      ptx::cluster_barrier();  // the other CTA's barriers are initialised too
-    }
+    ptx::cluster_barrier();  // the other CTA's barriers are initialised too
     ptx::grid_dependency_wait();
     if (threadIdx.x < Warps::loading * 32) {
       ptx::give_registers_back<Warps::loading_registers>();
@@ -50,7 +43,7 @@ struct LatentWideSm90 {
       ptx::take_registers<Warps::computing_registers>();
       WideCompute<Traits>(shared, params).run();
     }
-    if constexpr (Traits::ctas > 1) ptx::cluster_barrier();  // the other CTA may still arrive at barriers here
+    ptx::cluster_barrier();  // the other CTA may still arrive at barriers here
   }
 };
 

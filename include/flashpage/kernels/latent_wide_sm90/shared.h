@@ -1,49 +1,28 @@
-// The roles of the warps of latent_wide_sm90, and the shared memory between them.
+// The shared memory between the warps of latent_wide_sm90.
 #pragma once
 #include "flashpage/kernels/fitting_stages.h"
+#include "flashpage/kernels/wide_units.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/layout/swizzled_rows.h"
-#include "flashpage/tile/unit.h"
 
 namespace flashpage {
 
-struct WideWarps {
-  static constexpr int loading = 4;    // a warpgroup, because setmaxnreg works on warpgroups
-  static constexpr int group = 4;      // warps of a computing warpgroup
-  static constexpr int computing = 8;  // two warpgroups
-  static constexpr int threads = 32 * (loading + computing);
-  static constexpr int plan_warp = 3;  // goes through the plan and loads Q; each other loading warp has a part
-  static constexpr int loading_registers = 40, computing_registers = 232;
-  // Warpgroups share the registers of the launch, a multiple of 8 a thread; one that takes more than are left waits
-  // for ever.
-  static_assert(loading * loading_registers + computing * computing_registers <=
-                (loading + computing) * (65536 / threads / 8 * 8));
-};
-
 // The columns of a block of latent rows that are loaded, read for the last time and released together.
 enum class WidePart { tail, left, right };
-
-// A unit that the plan's warp passes to all others.
-struct WidePlace {
-  Place place;
-  i32 first_token;  // of the first block; may be before the unit's first token
-  i32 blocks;
-  float scale;  // of the unit's scores
-};
 
 template <class Traits>
 struct WideShared {
   using Cache = typename Traits::Cache;
   static constexpr int tokens = 64;  // of a block
   static constexpr int rows = 64;    // packed rows of this CTA
+  static constexpr int unit_rows = rows * Traits::ctas;
   static constexpr int slots_ahead = 2, places_ahead = 2, parts = 3;
   using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;  // a block, or Q
   static constexpr int value_panels = Traits::head_dim_vo / Tile::panel_columns, half_panels = value_panels / 2;
   static constexpr int tail_panels = Tile::panels - value_panels;
-  static constexpr bool by_boxes = Traits::loader == Loader::boxes;
   static constexpr int loading_parts = tail_panels > 0 ? 3 : 2;
   static_assert(Traits::tile_kv == tokens && Traits::tile_q == rows && Traits::head_dim_qk % 64 == 0);
-  static_assert(value_panels % 2 == 0 && tail_panels <= 1 && (Traits::ctas == 1 || by_boxes));
+  static_assert(value_panels % 2 == 0 && tail_panels <= 1 && Traits::ctas == 2 && Traits::loader == Loader::boxes);
 
   FP_HOST_DEVICE static constexpr int first_panel(WidePart part) {
     return part == WidePart::tail ? value_panels : part == WidePart::left ? 0 : half_panels;
@@ -68,7 +47,7 @@ struct WideShared {
   // Called by one thread.
   FP_DEVICE void init() {
     for (auto& slot : full)
-      for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), by_boxes ? 1 : 32);
+      for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
     for (auto& slot : empty)
       for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), WideWarps::group * Traits::ctas);
     place_ring.init(1, WideWarps::computing + loading_parts);
@@ -89,14 +68,10 @@ struct WideShared {
   FP_DEVICE void wait_empty(u32 use, WidePart part) const {
     ptx::mbarrier_wait(empty_barrier(use, part), (use / slots_ahead & 1) ^ 1);
   }
-  // Called by each warp that has read the part: releases it to the loading warps of all CTAs of the cluster, which load
-  // blocks together.
+  // Called by each warp that has read the part: releases it to the loading warps of both CTAs, which load blocks
+  // together.
   FP_DEVICE void release(u32 use, WidePart part, int lane) const {
-    if constexpr (Traits::ctas == 1) {
-      if (lane == 0) ptx::mbarrier_arrive(empty_barrier(use, part));
-    } else {
-      if (lane < Traits::ctas) ptx::mbarrier_arrive_at(empty_barrier(use, part), lane);
-    }
+    if (lane < Traits::ctas) ptx::mbarrier_arrive_at(empty_barrier(use, part), lane);
   }
 };
 

@@ -9,7 +9,7 @@ namespace hopper {
 
 inline std::map<u32, std::vector<std::function<void()>>> row_copies;  // of each thread
 
-inline std::vector<std::function<void()>> take_row_copies() { return std::exchange(row_copies[threadIdx.x], {}); }
+inline std::vector<std::function<void()>> take_row_copies() { return std::exchange(row_copies[card::fiber], {}); }
 
 }  // namespace hopper
 
@@ -22,7 +22,7 @@ void cp_async_first(u32 shared, const void* global, int valid_bytes) {
     std::memcpy(hopper::at(shared), global, valid_bytes);
   };
   if (hopper::random_number() % 4 == 0) return copy();
-  hopper::row_copies[threadIdx.x].push_back(copy);
+  hopper::row_copies[card::fiber].push_back(copy);
 }
 template <int bytes>
 void cp_async(u32 shared, const void* global, bool exists) {

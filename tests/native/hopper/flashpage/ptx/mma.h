@@ -10,7 +10,7 @@ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     u32 a[4], b[2];
   };
   static std::array<std::array<Fragments, 32>, 32> of_warps;
-  auto& lanes = of_warps[threadIdx.x / 32];
+  auto& lanes = of_warps[card::fiber / 32];
   const int lane = threadIdx.x % 32;
   lanes[lane] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
   const auto number = [](u32 pair, int k) {

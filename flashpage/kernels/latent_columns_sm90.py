@@ -1,0 +1,42 @@
+"""Attention of many packed rows over latent rows (MLA) on Hopper, by pairs of CTAs: each loads half of the columns. It
+takes up to 64 packed rows, and any number of them over pages without boxes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from . import latent_wide_sm90
+from .latent_wide_sm90 import ROWS, packed_rows
+from .tensor_maps import NARROW_LINE_BYTES, boxes_or_rows
+from .tile import Tile
+from .work import Work
+
+LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
+_TOKENS = 64  # of a block
+_MOST_STAGES = 8  # the header uses as many as fit
+
+
+def _tile(work: Work) -> Tile:
+    """Each warpgroup has 64 rows, or both have the same and take blocks in turn."""
+    row_tiles = 1 if packed_rows(work) <= ROWS else 2
+    return Tile(row_tiles * ROWS, _TOKENS, 4, 2, _MOST_STAGES, ctas=2)
+
+
+def _fitting_rows(work: Work) -> str | None:
+    rows = packed_rows(work)
+    if rows < LEAST_PACKED_ROWS:
+        return f"{rows} packed rows are few, it takes {LEAST_PACKED_ROWS} or more"
+    if rows > ROWS and boxes_or_rows(work.options) == "boxes":
+        return f"{rows} packed rows over boxes are many, it takes {ROWS} of them"
+    return None
+
+
+KERNEL = dataclasses.replace(
+    latent_wide_sm90.KERNEL,
+    name="latent_columns_sm90",
+    header="flashpage/kernels/latent_columns_sm90/kernel.h",
+    cpp="LatentColumnsSm90<Traits>",
+    accepts=(_fitting_rows, *latent_wide_sm90.OPTIONS),
+    tile=_tile,
+    v_line_bytes=NARROW_LINE_BYTES,
+)

@@ -1,0 +1,252 @@
+// The computing warpgroups of latent_columns_sm90.
+#pragma once
+#include "flashpage/kernels/latent_columns_sm90/exchange.h"
+#include "flashpage/kernels/latent_columns_sm90/output.h"
+#include "flashpage/kernels/wide_scores.h"
+#include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/named_barrier.h"
+#include "flashpage/ptx/wgmma.h"
+#include "flashpage/tile/softmax/sinks.h"
+#include "flashpage/tile/trace.h"
+
+namespace flashpage {
+
+// A warpgroup sums the values of 64 rows in the CTA's value columns. Products of the next block's scores are issued
+// before the exponentials of this block, so that sums of scores are exchanged while values are multiplied:
+//
+//   tensor cores:  K1          | V0            | K2          | V1 ...
+//   warps:         softmax 0   | exchange of 1 | softmax 1   | exchange of 2 ...
+//
+// Where the warpgroups take blocks in turn the memory is slower than the products, so a block's products follow each
+// other and its slot is free early.
+template <class Traits>
+struct ColumnsCompute {
+  using Shared = ColumnsShared<Traits>;
+  using Tile = typename Shared::Tile;
+  using Cache = typename Traits::Cache;
+  using Output = ColumnsOutput<Traits>;
+  using Values = typename Output::Values;
+  static constexpr int tokens = Shared::tokens, steps = tokens / 16;
+  using Scores = float[1][tokens / 8][4];
+  using Fragments = u32[steps][4];
+  static constexpr int all_barrier = 1, group_barrier = 2, row_barrier = 4;  // names; the last ones by group, by warp
+
+  Shared& shared;
+  const AttentionParams& params;
+  ScoreExchange<Traits> exchange;
+  int thread = threadIdx.x % 128;  // of the warpgroup
+  int warp = thread / 32, lane = threadIdx.x % 32;
+  int group = threadIdx.x / 128 - 1;
+  u32 use = 0;       // blocks before the unit
+  u32 unit_use = 0;  // units before this one
+
+  FP_DEVICE ColumnsCompute(Shared& shared, const AttentionParams& params)
+      : shared(shared), params(params), exchange(shared) {}
+
+  FP_DEVICE void run() {
+    if (threadIdx.x == 128) stamp<Traits>(params, Stamp::start);
+    for (;; ++unit_use) {
+      shared.place_ring.wait_full(unit_use);
+      const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
+      if (place.place.done) break;
+      shared.query_ring.wait_full(unit_use);
+      ptx::fence_before_products();  // Q was copied by cp.async
+      run_unit(place);
+      use += place.blocks;
+      __syncwarp();
+      if (lane == 0) shared.place_ring.release(unit_use);
+    }
+    if (threadIdx.x == 128) {
+      stamp<Traits>(params, Stamp::end);
+      stamp<Traits>(params, Stamp::sm);
+    }
+  }
+
+ private:
+  // What a warpgroup keeps from block to block of a unit.
+  struct State {
+    const WidePlace& place;
+    SoftmaxState<1>& softmax;
+    Values& values;
+    Scores& scores;   // of the block whose softmax is next
+    Scores& product;  // in flight: this CTA's terms of scores
+    float (&factor)[1][2];
+  };
+
+  FP_DEVICE void run_unit(const WidePlace& place) {
+    Values values = {};
+    Scores scores, product;
+    SoftmaxState<1> softmax;
+    softmax.clear();
+    float factor[1][2];
+    State state{place, softmax, values, scores, product, factor};
+    const bool has_sinks = params.sinks && !(Shared::takes_turns && group == 1);
+    if (has_sinks) begin_with_sinks(softmax, rows_of(place));
+    if constexpr (Shared::takes_turns) {
+      attend_in_turn(state);
+    } else {
+      attend(state);
+    }
+    if (threadIdx.x == 128) stamp<Traits>(params, Stamp::last_tile);
+    const Output output{shared, params, place.place, first_row() + warp * 16 + lane / 4, lane};
+    if constexpr (Shared::takes_turns) {
+      if (group == 0) {
+        output.template write_half<0>(softmax, values, row_barrier + warp);
+      } else {
+        output.template write_half<1>(softmax, values, row_barrier + warp);
+      }
+      if (place.blocks > group) exchange.release();  // of the last block: its memory has also passed values
+    } else {
+      output.write(softmax, values);
+    }
+    if (threadIdx.x == 128) stamp<Traits>(params, Stamp::written);
+  }
+
+  FP_DEVICE void attend(State& state) {
+    const int blocks = state.place.blocks;
+    if (blocks == 0) return release_query();
+    u32 now = use;
+    multiply_keys(state, now);
+    if (blocks == 1) release_query();
+#pragma unroll 1
+    for (int block = 0; block + 1 < blocks; ++block, ++now) {
+      issue_keys(state.product, now + 1);
+      Fragments probabilities;
+      make_probabilities(state, probabilities, block, true);
+      clear_hidden(state.place, block, now);
+      issue_values(state.values, probabilities, now);
+      ptx::wgmma_wait<1>();
+      take_product(state);
+      if (block + 2 == blocks) release_query();
+      exchange.send(state.scores, exchange.number);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(state.values[0]);
+      ptx::wgmma_settle(probabilities);
+      shared.release(now, lane);
+    }
+    Fragments probabilities;
+    make_probabilities(state, probabilities, blocks - 1, true);
+    add_values(state, probabilities, blocks - 1, now);
+  }
+  FP_DEVICE void multiply_keys(State& state, u32 of_use) {
+    issue_keys(state.product, of_use);
+    ptx::wgmma_wait<0>();
+    take_product(state);
+    if (threadIdx.x == 128) stamp_first<Traits>(params, Stamp::first_tile);
+    exchange.send(state.scores, exchange.number);
+  }
+
+  // Each warpgroup has every second block.
+  FP_DEVICE void attend_in_turn(State& state) {
+    const int blocks = state.place.blocks;
+#pragma unroll 1
+    for (int block = group; block < blocks; block += 2) {
+      multiply_keys(state, use + block);
+      const bool goes_on = block + 2 < blocks;
+      if (!goes_on) release_query();
+      Fragments probabilities;
+      make_probabilities(state, probabilities, block, goes_on);
+      add_values(state, probabilities, block, use + block);
+    }
+    if (blocks <= group) release_query();
+  }
+  FP_DEVICE void add_values(State& state, Fragments& probabilities, int block, u32 of_use) const {
+    clear_hidden(state.place, block, of_use);
+    issue_values(state.values, probabilities, of_use);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(state.values[0]);
+    ptx::wgmma_settle(probabilities);
+    shared.release(of_use, lane);
+  }
+
+  // The warpgroup's first row in the unit.
+  FP_DEVICE int first_row() const { return Shared::takes_turns ? 0 : group * Shared::group_rows; }
+  FP_DEVICE WarpRows rows_of(const WidePlace& place) const {
+    return {params, place.place.item, place.place.unit, first_row() + warp * 16, lane};
+  }
+  FP_DEVICE void release_query() const {
+    if (lane == 0) shared.query_ring.release(unit_use);
+  }
+
+  // Issues product = Q K^T for this CTA's columns.
+  FP_DEVICE void issue_keys(Scores& product, u32 of_use) const {
+    const u32 query_tile = ptx::shared_address(shared.query[Shared::takes_turns ? 0 : group]);
+    const ptx::Matrix query(query_tile, 0), keys(shared.block(of_use), 0);
+    wait_for_part(of_use, ColumnsPart::first);
+#pragma unroll
+    for (int panel = 0; panel < Tile::part_panels; ++panel) issue_panel(product, query, keys, panel);
+    wait_for_part(of_use, ColumnsPart::second);
+#pragma unroll
+    for (int panel = Tile::part_panels; panel < Tile::panels; ++panel) issue_panel(product, query, keys, panel);
+    if constexpr (Tile::tail_columns > 0) {
+      const ptx::NarrowMatrix query_tail(query_tile + Tile::tail), tail(shared.block(of_use) + Tile::tail);
+      wait_for_part(of_use, ColumnsPart::tail);
+#pragma unroll
+      for (int step = 0; step < Tile::tail_columns / 16; ++step)
+        Traits::KeyProduct::multiply(product[0], query_tail.at(step * 32), tail.at(step * 32), true);
+    }
+    ptx::wgmma_commit();
+  }
+  FP_DEVICE void wait_for_part(u32 of_use, ColumnsPart part) const {
+    shared.wait_full(of_use, part);
+    if constexpr (!Shared::by_boxes) ptx::fence_before_products();
+    ptx::wgmma_fence();  // after a wait the compiler would insert one, and serialise products
+  }
+  FP_DEVICE static void issue_panel(Scores& product, const ptx::Matrix& query, const ptx::Matrix& keys, int panel) {
+#pragma unroll
+    for (int step = 0; step < Tile::panel_columns / 16; ++step) {
+      const int offset = panel * Tile::panel_bytes + step * 32;
+      Traits::KeyProduct::multiply(product[0], query.at(offset), keys.at(offset), panel > 0 || step > 0);
+    }
+  }
+  // Issues values += P V.
+  FP_DEVICE void issue_values(Values& values, const Fragments& probabilities, u32 of_use) const {
+    const ptx::Matrix tile(shared.block(of_use), Tile::panel_bytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < steps; ++step)
+      Traits::ValueProduct::multiply(values[0], probabilities[step], tile.at(step * 16 * 128), true);
+    ptx::wgmma_commit();
+  }
+
+  // Makes a finished product the scores of the next softmax, so that its registers take another product.
+  FP_DEVICE static void take_product(State& state) {
+    ptx::wgmma_settle(state.product[0]);
+#pragma unroll
+    for (int n = 0; n < tokens / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) state.scores[0][n][e] = state.product[0][n][e];
+  }
+
+  FP_DEVICE static float softmax_scale(const State& state) { return softmax_scale_of<Traits>(state.place.scale, {}); }
+
+  // `releases`: whether the other CTA may send the next block's sums at once.
+  FP_DEVICE void make_probabilities(State& state, Fragments& probabilities, int block, bool releases) {
+    exchange.receive(state.scores);
+    if (releases) exchange.release();
+    prepare_scores<Traits>(state.scores, state.place, rows_of(state.place), state.place.first_token + block * tokens);
+    if (state.softmax.raise(state.scores, softmax_scale(state), state.factor))
+      state.softmax.rescale(state.values, state.factor);
+    state.softmax.exponentiate(state.scores, softmax_scale(state));
+    pack_probabilities<Cache>(state.scores, probabilities);
+  }
+
+  // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. Scores of
+  // these tokens are hidden, so a product of keys may read either. A block's readers clear it together.
+  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use) const {
+    const Unit& unit = place.place.unit;
+    const i32 first = place.first_token + block * tokens;
+    if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
+    constexpr int threads = 32 * Shared::readers, chunks = Tile::value_chunks;
+    u8* tile = shared.slots[Shared::slot(of_use)];
+    for (int i = Shared::takes_turns ? thread : threadIdx.x - 128; i < tokens * chunks; i += threads) {
+      const int row = i / chunks, chunk = i % chunks;
+      if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
+      *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_before_products();
+    ptx::named_barrier(Shared::takes_turns ? group_barrier + group : all_barrier, threads);
+  }
+};
+
+}  // namespace flashpage

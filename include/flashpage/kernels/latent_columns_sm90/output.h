@@ -1,0 +1,149 @@
+// The end of a unit in latent_columns_sm90: writes the CTA's half of the columns to the output or to the partials.
+#pragma once
+#include "flashpage/kernels/latent_columns_sm90/shared.h"
+#include "flashpage/ptx/named_barrier.h"
+#include "flashpage/ptx/rcp.h"
+#include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/softmax/softmax.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct ColumnsOutput {
+  using Shared = ColumnsShared<Traits>;
+  static constexpr int columns = Shared::Tile::value_columns, tiles = columns / 8;  // of a CTA
+  using Values = float[1][tiles][4];
+
+  Shared& shared;
+  const AttentionParams& params;
+  const Place& place;
+  int first_row;  // of the lane, in the unit; the second one is eight rows after it
+  int lane;
+
+  FP_DEVICE void write(const SoftmaxState<1>& state, const Values& values) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      write_row_of<0, tiles>(values, half, state.maximum[0][half], quad_sum(state.sum[0][half]), true);
+  }
+
+  // Merges the states of both warpgroups, which have the same rows. Each gives the other one the other half of its
+  // columns, and writes its own half. `barrier`: a name for the two warps that have the same rows.
+  template <int group>
+  FP_DEVICE void write_half(SoftmaxState<1>& state, Values& values, int barrier) const {
+    constexpr int half_tiles = tiles / 2, given = (1 - group) * half_tiles, own = group * half_tiles;
+    constexpr int round_tiles = half_tiles / 2;
+    const int thread = threadIdx.x % 128;
+    float sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] = quad_sum(state.sum[0][half]);
+      if (lane % 4 == 0) shared.states[group][first_row + half * 8] = make_float2(state.maximum[0][half], sum[half]);
+    }
+    ptx::named_barrier(barrier, 64);
+    float factor[1][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 other = shared.states[1 - group][first_row + half * 8];
+      const float top = fmaxf(state.maximum[0][half], other.x);
+      factor[0][half] = state_weight(state.maximum[0][half], top);
+      sum[half] = sum[half] * factor[0][half] + other.y * state_weight(other.x, top);
+      state.maximum[0][half] = top;
+    }
+    state.rescale(values, factor);
+#pragma unroll
+    for (int round = 0; round < 2; ++round) {
+#pragma unroll
+      for (int i = 0; i < round_tiles; ++i) {
+        const float (&tile)[4] = values[0][given + round * round_tiles + i];
+        shared.received[group][i][thread] = make_float4(tile[0], tile[1], tile[2], tile[3]);
+      }
+      ptx::named_barrier(barrier, 64);
+#pragma unroll
+      for (int i = 0; i < round_tiles; ++i) {
+        const float4 other = shared.received[1 - group][i][thread];
+        float (&tile)[4] = values[0][own + round * round_tiles + i];
+        tile[0] += other.x;
+        tile[1] += other.y;
+        tile[2] += other.z;
+        tile[3] += other.w;
+      }
+      ptx::named_barrier(barrier, 64);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      write_row_of<own, half_tiles>(values, half, state.maximum[0][half], sum[half], group == 0);
+  }
+
+ private:
+  // Writes `count` tiles of eight columns of one of the lane's rows.
+  template <int first_tile, int count>
+  FP_DEVICE void write_row_of(const Values& values, int half, float maximum, float total, bool writes_lse) const {
+    const WorkItem& item = place.item;
+    const Unit& unit = place.unit;
+    const int row = first_row + half * 8, rank = static_cast<int>(ptx::cluster_rank());
+    const float factor = total == 0.f ? 0.f : value_scale_of(params, unit.kv_head) * ptx::reciprocal_approx(total);
+    const bool exists = row < unit.num_rows;
+    if (exists && writes_lse && rank == 0 && lane % 4 == 0) {
+      if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
+    }
+    const i64 offset = out_offset<Traits>(params, item, unit, row) + rank * columns;
+    if (item.partial_row >= 0) {
+      write_partial<first_tile, count>(values, half, factor, params.partial_out + offset, exists);
+    } else {
+      write_out<first_tile, count>(values, half, factor, static_cast<typename Traits::Out*>(params.out) + offset,
+                                   exists);
+    }
+  }
+
+  // Neighbouring lanes exchange a pair of two tiles, so that each has four columns in sequence and stores 16 bytes.
+  template <int first_tile, int count>
+  FP_DEVICE void write_partial(const Values& values, int half, float factor, float* row, bool exists) const {
+    const bool is_odd = lane % 2 != 0;
+    float* const mine = row + (is_odd ? 8 : 0) + lane % 4 / 2 * 4;
+#pragma unroll
+    for (int n = first_tile; n < first_tile + count; n += 2) {
+      float pair[2][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) pair[i][e] = values[0][n + i][half * 2 + e] * factor;
+      const float first = __shfl_xor_sync(0xffffffff, is_odd ? pair[0][0] : pair[1][0], 1);
+      const float second = __shfl_xor_sync(0xffffffff, is_odd ? pair[0][1] : pair[1][1], 1);
+      if (exists)
+        *reinterpret_cast<float4*>(mine + n * 8) = is_odd ? make_float4(first, second, pair[1][0], pair[1][1])
+                                                          : make_float4(pair[0][0], pair[0][1], first, second);
+    }
+  }
+
+  // The four lanes of a row exchange their pairs of four tiles in two steps, so that each has the eight columns of one
+  // tile and stores 16 bytes.
+  template <int first_tile, int count>
+  FP_DEVICE void write_out(const Values& values, int half, float factor, typename Traits::Out* row, bool exists) const {
+    static_assert(count % 4 == 0);
+    const bool is_odd = lane % 2 != 0, is_second = lane % 4 / 2 != 0;
+    typename Traits::Out* const mine = row + lane % 4 * 8;
+#pragma unroll
+    for (int n = first_tile; n < first_tile + count; n += 4) {
+      u32 pair[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&tile)[4] = values[0][n + i];
+        pair[i] = ptx::pack2<typename Traits::Out>(tile[half * 2] * factor, tile[half * 2 + 1] * factor);
+      }
+      // Afterwards pair[0] and pair[1] are of the lane's tile of the first two, pair[2] and pair[3] of the last two.
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) swap_with(1, is_odd, pair[i], pair[i + 1]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) swap_with(2, is_second, pair[i], pair[i + 2]);
+      if (exists) *reinterpret_cast<uint4*>(mine + n * 8) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    }
+  }
+  // The lower lane gives its second word and takes the other lane's first one. Words stay in the lanes' order.
+  FP_DEVICE void swap_with(int distance, bool is_upper, u32& first, u32& second) const {
+    const u32 given = is_upper ? first : second;
+    const u32 taken = __shfl_sync(0xffffffff, given, lane ^ distance);
+    (is_upper ? first : second) = taken;
+  }
+};
+
+}  // namespace flashpage

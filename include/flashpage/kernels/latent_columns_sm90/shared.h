@@ -1,0 +1,79 @@
+// The shared memory between the warps of latent_columns_sm90.
+#pragma once
+#include "flashpage/kernels/fitting_stages.h"
+#include "flashpage/kernels/latent_columns_sm90/tile.h"
+#include "flashpage/kernels/wide_units.h"
+#include "flashpage/tile/layout/slot_ring.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct ColumnsShared {
+  using Cache = typename Traits::Cache;
+  using Tile = ColumnsTile<Traits>;
+  static constexpr int tokens = Tile::rows;      // of a block
+  static constexpr int group_rows = Tile::rows;  // packed rows of a warpgroup
+  static constexpr int unit_rows = Traits::tile_q * Traits::ctas;
+  // Units of few rows: both warpgroups have all rows, and take blocks in turn.
+  static constexpr bool takes_turns = unit_rows == group_rows;
+  static constexpr int row_tiles = unit_rows / group_rows;
+  static constexpr int readers = takes_turns ? WideWarps::group : WideWarps::computing;  // warps, of a slot
+  static constexpr int slots_ahead = Traits::stages, places_ahead = 2;
+  static constexpr bool by_boxes = Traits::loader == Loader::boxes;
+  static_assert(Traits::tile_kv == tokens && Traits::ctas == 2 && unit_rows % group_rows == 0 && row_tiles <= 2);
+
+  alignas(1024) u8 query[row_tiles][Tile::bytes];
+  alignas(1024) u8 slots[slots_ahead][Tile::bytes];
+  // The other CTA's sums of scores, for each thread of a warpgroup. They also pass values between the warpgroups.
+  alignas(128) float4 received[WideWarps::groups][tokens / 8][32 * WideWarps::group];
+  float2 states[WideWarps::groups][group_rows];  // maxima and sums, where warpgroups take turns
+  WidePlace places[places_ahead];
+  PlaceCursor cursor;
+  u64 full[slots_ahead][columns_parts];
+  u64 empty[slots_ahead];
+  u64 scores_full[WideWarps::computing], scores_read[WideWarps::computing];  // of each warp's part of `received`
+  SlotRing<places_ahead> place_ring;
+  SlotRing<1> query_ring;
+
+  // Called by one thread.
+  FP_DEVICE void init() {
+    for (auto& slot : full)
+      for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), by_boxes ? 1 : 32);
+    for (u64& barrier : empty) ptx::mbarrier_init(ptx::shared_address(&barrier), readers);
+    for (u64& barrier : scores_full) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
+    for (u64& barrier : scores_read) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
+    place_ring.init(1, WideWarps::computing + Tile::loaded_parts);
+    query_ring.init(32, WideWarps::computing);
+    ptx::mbarrier_init_fence();
+  }
+
+  // `use` counts the blocks of all units.
+  FP_DEVICE static u32 slot(u32 use) { return use % slots_ahead; }
+  FP_DEVICE u32 block(u32 use) const { return ptx::shared_address(slots[slot(use)]); }
+  FP_DEVICE u32 full_barrier(u32 use, ColumnsPart part) const {
+    return ptx::shared_address(&full[slot(use)][static_cast<int>(part)]);
+  }
+  FP_DEVICE void wait_full(u32 use, ColumnsPart part) const {
+    ptx::mbarrier_wait(full_barrier(use, part), use / slots_ahead & 1);
+  }
+  FP_DEVICE void wait_empty(u32 use) const {
+    ptx::mbarrier_wait(ptx::shared_address(&empty[slot(use)]), (use / slots_ahead & 1) ^ 1);
+  }
+  // Called by each warp that has read the block.
+  FP_DEVICE void release(u32 use, int lane) const {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty[slot(use)]));
+  }
+};
+
+template <class Traits>
+struct ColumnsFits {
+  static constexpr bool value = sizeof(ColumnsShared<Traits>) <= cta_shared_bytes(1);
+};
+
+// Given with as many slots as fit, at most Given::stages.
+template <class Given>
+struct ColumnsStages {
+  using Traits = WithStages<Given, fitting_stages<ColumnsFits, Given, Given::stages, 1, 2>()>;
+};
+
+}  // namespace flashpage

@@ -1,0 +1,37 @@
+// A CTA's columns of 64 rows (tokens of a block, or rows of Q) in the shared memory of latent_columns_sm90.
+#pragma once
+#include "flashpage/common/math.h"
+#include "flashpage/tile/layout/swizzled_rows.h"
+
+namespace flashpage {
+
+// The columns that a loading warp loads: the first and the second half of the CTA's value columns, and its half of the
+// tail.
+enum class ColumnsPart { first, second, tail };
+inline constexpr int columns_parts = 3;
+
+// Panels of 64 value columns, as the copy engine writes them with its 128-byte swizzle, and then the tail: 32 columns
+// with the 64-byte swizzle.
+template <class Traits>
+struct ColumnsTile {
+  using Cache = typename Traits::Cache;
+  static constexpr int rows = 64;
+  static constexpr int value_columns = Traits::head_dim_vo / 2;
+  static constexpr int tail_columns = (Traits::head_dim_qk - Traits::head_dim_vo) / 2;
+  using Values = SwizzledRows<Cache, value_columns, rows>;
+  static constexpr int panel_columns = Values::panel_columns, panel_bytes = Values::panel_bytes;
+  static constexpr int panels = Values::panels, part_panels = panels / 2;
+  static constexpr int tail_stride = 64, tail = Values::tile_bytes;  // bytes; where the tail begins
+  static constexpr int bytes = tail + (tail_columns > 0 ? rows * tail_stride : 0);
+  static constexpr int loaded_parts = tail_columns > 0 ? columns_parts : columns_parts - 1;
+  static constexpr int value_chunks = value_columns / 8, tail_chunks = tail_columns / 8;
+  static_assert(sizeof(Cache) == 2 && panels % 2 == 0 && value_columns % panel_columns == 0);
+  static_assert(tail_columns == 0 || tail_columns == 32);
+
+  FP_DEVICE static u32 chunk_offset(u32 row, u32 chunk) { return Values::chunk_offset(row, chunk); }
+  FP_DEVICE static u32 tail_offset(u32 row, u32 chunk) {
+    return tail + row * tail_stride + ((chunk ^ row / 2) & 3) * 16;
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,49 @@
+// From scores to probabilities, in latent_wide_sm90 and latent_columns_sm90: a warpgroup has 64 rows.
+#pragma once
+#include "flashpage/kernels/wide_units.h"
+#include "flashpage/ptx/convert.h"
+#include "flashpage/tile/softmax/softmax.h"
+#include "flashpage/tile/softmax/transform.h"
+
+namespace flashpage {
+
+// Scales scores that the softmax cannot scale, and hides the tokens that a row does not see. `first`: the block's first
+// token.
+template <class Traits, int chunks>
+FP_DEVICE void prepare_scores(float (&scores)[1][chunks][4], const WidePlace& place, const WarpRows& of_warp,
+                              i32 first) {
+  if (scales_first<Traits>(place.scale)) {
+#pragma unroll
+    for (int n = 0; n < chunks; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[0][n][e] *= place.scale;
+  }
+  const Unit& unit = place.place.unit;
+  if (first >= unit.all_begin && first + chunks * 8 <= unit.all_end) return;
+  const WarpRows rows = of_warp.recomputed();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const TokenRange range = rows.visible(rows.row(0, half));
+#pragma unroll
+    for (int n = 0; n < chunks; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const i32 token = first + n * 8 + rows.lane % 4 * 2 + e;
+        if (token < range.begin || token >= range.end) scores[0][n][half * 2 + e] = ptx::negative_infinity();
+      }
+  }
+}
+
+// Probabilities as factors of the products of values.
+template <class Cache, int steps>
+FP_DEVICE void pack_probabilities(const float (&scores)[1][2 * steps][4], u32 (&probabilities)[steps][4]) {
+#pragma unroll
+  for (int step = 0; step < steps; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&pair)[4] = scores[0][2 * step + i / 2];
+      probabilities[step][i] = ptx::pack2<Cache>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+    }
+}
+
+}  // namespace flashpage

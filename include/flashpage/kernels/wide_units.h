@@ -1,0 +1,103 @@
+// The roles of the warps of latent_wide_sm90 and latent_columns_sm90, and how units reach them.
+#pragma once
+#include "flashpage/ptx/mbarrier.h"
+#include "flashpage/tile/load/kv_rows.h"
+#include "flashpage/tile/softmax/transform.h"
+#include "flashpage/tile/trace.h"
+#include "flashpage/tile/unit.h"
+
+namespace flashpage {
+
+struct WideWarps {
+  static constexpr int loading = 4;  // a warpgroup, because setmaxnreg works on warpgroups
+  static constexpr int group = 4;    // warps of a computing warpgroup
+  static constexpr int groups = 2;   // computing warpgroups
+  static constexpr int computing = group * groups;
+  static constexpr int threads = 32 * (loading + computing);
+  static constexpr int plan_warp = 3;  // goes through the plan and loads Q; each other loading warp has a part
+  static constexpr int loading_registers = 40, computing_registers = 232;
+  // Warpgroups share the registers of the launch, a multiple of 8 a thread; one that takes more than are left waits
+  // for ever.
+  static_assert(loading * loading_registers + computing * computing_registers <=
+                (loading + computing) * (65536 / threads / 8 * 8));
+};
+
+// A unit that the plan's warp passes to all others.
+struct WidePlace {
+  Place place;
+  i32 first_token;  // of the first block; may be before the unit's first token
+  i32 blocks;
+  float scale;  // of the unit's scores
+};
+
+// The units of a pair of CTAs, as its loading warps see them. Shared has the places, their ring and the cursor.
+template <class Traits, class Shared>
+struct WideUnits {
+  Shared& shared;
+  const AttentionParams& params;
+  int lane = threadIdx.x % 32;
+
+  FP_DEVICE WideUnits(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
+
+  // Loads a part of the columns of all blocks. `stamps`: whether the trace has this part's first load.
+  FP_DEVICE void load_blocks(auto&& loader, bool stamps) const {
+    u32 use = 0;
+    for (u32 unit_use = 0;; ++unit_use) {
+      shared.place_ring.wait_full(unit_use);
+      const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
+      if (place.place.done) return;
+      loader.open(place);
+      for (int block = 0; block < place.blocks; ++block) loader.load(block, use++);
+      __syncwarp();
+      if (lane == 0) shared.place_ring.release(unit_use);
+      if (stamps && threadIdx.x == 0) stamp_first<Traits>(params, Stamp::first_load);
+    }
+  }
+
+  // Goes through the plan. `load_query(place, use)` loads a unit's Q.
+  FP_DEVICE void plan(auto&& load_query) const {
+    if (lane == 0) {
+      shared.cursor.start(params.plan, blockIdx.x / Traits::ctas);
+      publish(0);
+      stamp<Traits>(params, Stamp::plan_known);
+    }
+    __syncwarp();
+    for (u32 use = 0;; ++use) {
+      shared.place_ring.wait_full(use);
+      const Place& place = shared.places[shared.place_ring.slot(use)].place;
+      if (place.done) return;
+      load_query(place, use);
+      __syncwarp();
+      if (lane == 0) publish(use + 1);
+      __syncwarp();
+    }
+  }
+
+ private:
+  // Called by one lane. Places are written in shared memory, because a place takes many registers.
+  FP_DEVICE void publish(u32 use) const {
+    shared.place_ring.wait_empty(use);
+    WidePlace& to = shared.places[shared.place_ring.slot(use)];
+    if (use == 0) {
+      shared.cursor.first(params, Shared::unit_rows, to.place);
+    } else {
+      shared.cursor.next(params, Shared::unit_rows, 1, shared.places[shared.place_ring.slot(use - 1)].place, to.place);
+    }
+    const Unit& unit = to.place.unit;
+    to.scale = score_scale_of<Traits>(params, unit);
+    to.first_token = Traits::loader == Loader::boxes ? unit.kv_begin & -params.box_tokens : unit.kv_begin;
+    to.blocks = unit.kv_end > unit.kv_begin ? ceil_div(unit.kv_end - to.first_token, Shared::tokens) : 0;
+    ptx::mbarrier_arrive(shared.place_ring.full_barrier(use));
+  }
+};
+
+// The origin of the lane's box among 32 boxes from `first` on.
+FP_DEVICE BoxOrigin box_of_lane(const AttentionParams& params, const WidePlace& place, int first, int box_shift) {
+  const i32 token = place.first_token + ((first + static_cast<int>(threadIdx.x % 32)) << box_shift);
+  u32 page, row;
+  params.page.divmod(token, page, row);
+  const bool exists = token < place.place.unit.kv_end;
+  return {exists ? __ldg(params.kv_indices + place.place.item.kv_offset + page) : 0, static_cast<i32>(row)};
+}
+
+}  // namespace flashpage
