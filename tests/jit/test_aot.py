@@ -72,8 +72,8 @@ def test_list_is_lean() -> None:
         assert set(specs.default_cuda_specs(target)) <= set(listed)
         assert all(target.fits(spec) for spec in listed)
         checked.update(listed if target.name in aot_build.CHECK_TARGETS else ())
-        assert len(listed) <= (140 if target.arch == PTX else 100)  # PTX has tiles for three sizes of shared memory
-    assert len(checked) <= 150
+        assert len(listed) <= (140 if target.arch == PTX else 102)  # PTX has tiles for three sizes of shared memory
+    assert len(checked) <= 152
     assert all(spec.backend == "cpu" for spec in specs.cpu_specs())
     kernels = aot_build.listed(aot_build.WHEEL_TARGETS)
     assert {target.name for _, target in kernels} == set(aot_build.WHEEL_TARGETS)

@@ -146,7 +146,8 @@ def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyP
     for gathers, form, helpers in ((False, ("paged", "rows"), []), (True, ("ragged", "boxes"), ["gather_rows"])):
         requested.clear()
         prepared = prepared_kernels.PreparedKernels(options, rows, torch.device("cuda:0"), gathers=gathers)
-        assert [spec.kernel for spec in requested] == ["prefill_sm90", *helpers, "merge"]
+        merge = "merge" if case.value_dim <= 128 else "merge_columns"
+        assert [spec.kernel for spec in requested] == ["prefill_sm90", *helpers, merge]
         assert (requested[0].kv_source, requested[0].loader) == form
         assert (prepared.gather_rows is not None) == (gathered.NOTE in prepared.choice.reasons) == gathers
 
