@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import torch
 from cases.case import Case
 from native_build import share_builds
 
+LOGGERS = (logging.root, logging.getLogger("flashpage"))
 MARKERS = {"slow": "takes more than a few seconds", "cuda": "needs an NVIDIA card"}
 
 
@@ -157,3 +159,12 @@ def quick_kernels() -> Iterator[None]:
 
     with contextlib.nullcontext() if torch.cuda.is_available() else quick_builds():
         yield
+
+
+@pytest.fixture(autouse=True)
+def keep_loggers() -> Iterator[None]:
+    """Engines and commands that a test starts in this process set levels, which decide where compile lines go."""
+    levels = [logger.level for logger in LOGGERS]
+    yield
+    for logger, level in zip(LOGGERS, levels, strict=True):
+        logger.setLevel(level)

@@ -14,6 +14,7 @@ struct Traits {
   static constexpr int head_dim_qk = HEAD_DIM, head_dim_vo = HEAD_DIM, tile_q = 16, stages = STAGES;
   static constexpr KvSource kv_source = KvSource::paged;
   static constexpr Loader loader = Loader::LOADER;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
 };
 
 // The shared memory that loaders need.

@@ -385,7 +385,7 @@ def test_levels_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (80, ["sm_80", "compute_80"]),
         (86, ["sm_86", "sm_85", "sm_84", "sm_83", "sm_82", "sm_81", "sm_80", "compute_80"]),
         (90, ["sm_90a", "compute_80"]),
-        (100, ["sm_100", "compute_80"]),
+        (100, ["sm_100a", "compute_80"]),
     ],
 )
 def test_builds_that_a_card_can_run(monkeypatch: pytest.MonkeyPatch, sm: int, expected: list[str]) -> None:

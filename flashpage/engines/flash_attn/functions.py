@@ -241,5 +241,6 @@ def _entries(given: Any, name: str, count: int) -> torch.Tensor:
     """Numbers of requests: int32 or int64, of one dimension."""
     numbers = checks.tensor(given, name, RunError)
     if numbers.shape != (count,) or numbers.dtype not in (torch.int32, torch.int64):
-        raise RunError(f"{name} has shape {tuple(numbers.shape)} and dtype {numbers.dtype}: pass int32 of ({count},).")
+        found = f"{name} has shape {tuple(numbers.shape)} and dtype {numbers.dtype}"
+        raise RunError(f"{found}, but q and its lengths need int32 of ({count},).")
     return numbers

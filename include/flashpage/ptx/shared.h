@@ -6,13 +6,6 @@ namespace flashpage::ptx {
 
 FP_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
-// The CTA's dynamic shared memory.
-template <class Shared>
-FP_DEVICE Shared& cta_memory() {
-  extern __shared__ __align__(1024) u8 memory[];
-  return *reinterpret_cast<Shared*>(memory);
-}
-
 // Stores words. Ordinary accesses are not ordered with it, only with barriers, as for a copy.
 FP_DEVICE void store_shared(u32 address, u32 first, u32 second) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second));

@@ -11,6 +11,7 @@
 #pragma once
 #include "flashpage/kernels/latent_columns_sm90/compute.h"
 #include "flashpage/kernels/latent_columns_sm90/load.h"
+#include "flashpage/ptx/cta_memory.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/registers.h"

@@ -5,10 +5,6 @@
 namespace flashpage::ptx {
 
 inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - memory); }
-template <class Shared>
-Shared& cta_memory() {
-  return *reinterpret_cast<Shared*>(memory + card::cta_rank() * hopper::cta_bytes);
-}
 inline void store_shared(u32 address, u32 first, u32 second) {
   const u32 words[2] = {first, second};
   std::memcpy(hopper::at(address), words, sizeof words);
