@@ -244,10 +244,12 @@ def timeline(name: str, kernel: str) -> Canvas:
     end = max(event["ts"] + event["dur"] for event in measured if event["pid"] // 10 == run)
     c = Canvas(760, 420, f"{kernel} in time, measured")
     c.text(20, 24, f"{kernel}: the first 24 CTAs of a run of {end:.1f} us, and below each one its plan", "title")
-    for event in _of(measured, run):
-        c.box(*_place(event, end, 0, 9), PHASES[event["name"]], radius=0)
-    for event in _of(predicted, run):
-        c.box(*_place(event, end, 10, 3), COLOURS[int(event["name"].split()[1]) % 5], radius=0)
+    shown, planned = _of(measured, run), _of(predicted, run)
+    longest = max(end, *(event["ts"] + event["dur"] for event in planned))
+    for event in shown:
+        c.box(*_place(event, longest, 0, 9), PHASES[event["name"]], radius=0)
+    for event in planned:
+        c.box(*_place(event, longest, 10, 3), COLOURS[int(event["name"].split()[1]) % 5], radius=0)
     for i, (phase, fill) in enumerate(PHASES.items()):
         c.box(60 + 110 * i, 398, 14, 14, fill)
         c.text(80 + 110 * i, 410, phase, "small muted")
@@ -258,8 +260,8 @@ def _of(events: list[dict[str, Any]], run: int) -> list[dict[str, Any]]:
     return [event for event in events if event["pid"] // 10 == run and event["tid"] < 24]
 
 
-def _place(event: dict[str, Any], end: float, top: float, height: float) -> tuple[float, float, float, float]:
-    scale = 680 / end
+def _place(event: dict[str, Any], longest: float, top: float, height: float) -> tuple[float, float, float, float]:
+    scale = 680 / longest
     return 60 + event["ts"] * scale, 40 + 14.5 * event["tid"] + top, max(0.4, event["dur"] * scale), height
 
 
