@@ -66,8 +66,9 @@ def checks(with_sanitizers: bool, with_profiles: bool = False) -> list[Check]:
     return tools + profiles + [Check(path.stem, (*pytest, str(path.relative_to(ROOT)))) for path in files]
 
 
-def run(check: Check, card: str, logs: Path, limit_seconds: float) -> Outcome:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": card}
+def run(check: Check, cards: Sequence[str], logs: Path, limit_seconds: float) -> Outcome:
+    """Runs a check on the first of the cards; tests that need two cards take the next one, too."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(cards)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     log, start = logs / f"{check.name}.log", time.perf_counter()
     with log.open("w") as out:
@@ -85,8 +86,10 @@ def run(check: Check, card: str, logs: Path, limit_seconds: float) -> Outcome:
 def run_all(wanted: Sequence[Check], cards: Sequence[str], jobs: int, logs: Path, limit_seconds: float) -> int:
     """Runs the checks, prints a line for each that had tests, and the failed ones. Returns the exit status."""
     with ThreadPoolExecutor(jobs) as pool:
+        firsts = [i % len(cards) for i in range(len(wanted))]
         started = [
-            pool.submit(run, check, cards[i % len(cards)], logs, limit_seconds) for i, check in enumerate(wanted)
+            pool.submit(run, check, [*cards[first:], *cards[:first]], logs, limit_seconds)
+            for check, first in zip(wanted, firsts, strict=True)
         ]
         outcomes = []
         for future in started:

@@ -39,7 +39,7 @@ def test_a_failure_is_reported(code: str, status: int, tmp_path: Path, capsys: p
     tried = Check("tried", (sys.executable, "-c", code))
     assert card_check.run_all([fine, tried, fine], ["3", "7"], 2, tmp_path, limit_seconds=5.0) == status
     output = capsys.readouterr().out
-    assert "fine: 3\n" in output and f"failed: {'tried' if status else 'nothing'};" in output
+    assert "fine: 3,7\n" in output and f"failed: {'tried' if status else 'nothing'};" in output
 
 
 def test_a_missing_tool_is_a_failure(tmp_path: Path) -> None:
