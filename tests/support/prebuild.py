@@ -79,7 +79,7 @@ def prebuild(cases: Iterable[Case], device: str) -> int:
     """Builds kernels that are missing; returns how many kernels the cases need.
 
     A kernel of the CPU that few plans request is built quickly: half of the table's time was compilers. The frequent
-    ones, and a third of those of test_cpu_kernel.py, which cover each path through the template, are built as users' are.
+    ones, and every third one of test_cpu_kernel.py, are built as users' are.
     """
     from flashpage import jit
 
