@@ -121,7 +121,7 @@ def test_profiler_buffers_of_flashinfer() -> None:
     with pytest.raises(RunError, match="profiler_buffer has shape .*float32: pass contiguous uint64"):
         wrapper.run(q, one_request.KV, profiler_buffer=torch.zeros(2))
     wrapper.plan(*lengths, 4, 4, 64, 64, 16, **options)
-    assert torch.equal(wrapper.run(q, one_request.KV)[0], out)
+    torch.testing.assert_close(wrapper.run(q, one_request.KV)[0], out)  # from a kernel without stamps
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
