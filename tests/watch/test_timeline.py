@@ -35,12 +35,13 @@ def test_a_timeline_of_runs(tmp_path: Path) -> None:
     one_request.plan(wrapper, tokens=3000, rows=200)
     plain = wrapper.run(Q, one_request.KV)
     with Timeline(wrapper) as timeline:
-        assert torch.equal(wrapper.run(Q, one_request.KV), plain)
+        torch.testing.assert_close(wrapper.run(Q, one_request.KV), plain)
         out = torch.empty_like(Q)
         wrapper.run(Q, one_request.KV, out=out)
         one_request.plan(wrapper, tokens=1000, rows=8)  # another plan, and other CTAs
         wrapper.run(one_request.Q, one_request.KV)
-    assert torch.equal(out, plain) and len(timeline.runs) == 3
+    torch.testing.assert_close(out, plain)  # kernels with and without stamps may round differently
+    assert len(timeline.runs) == 3
     one_request.plan(wrapper, tokens=3000, rows=200)
     assert torch.equal(wrapper.run(Q, one_request.KV), plain) and len(timeline.runs) == 3
     assert wrapper._attention._local.bound.params.trace is None, "later runs have the kernel without stamps"
