@@ -100,26 +100,29 @@ def runs() -> list[pytest.param]:
     return [pytest.param(*run, id=f"{run[1].name}-{run[0].reason}") for run in found]
 
 
-def builds(case: KernelCase) -> contextlib.AbstractContextManager[None]:
+def is_quick(case: KernelCase) -> bool:
     """Every third case is compiled as users have it, the others quickly."""
-    return contextlib.nullcontext() if CASES.index(case) % 3 == 0 else quick_builds()
+    return CASES.index(case) % 3 != 0
+
+
+def compilers(quick: bool) -> contextlib.AbstractContextManager[None]:
+    return quick_builds() if quick else contextlib.nullcontext()
 
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> None:
     """All kernels of the collected tests, compiled in parallel."""
     params = [getattr(getattr(item, "callspec", None), "params", {}) for item in request.session.items]
-    wanted = [p for p in params if isinstance(p.get("case"), KernelCase)]
-    for first in CASES[:2]:
-        with builds(first):
-            alike = [p for p in wanted if type(builds(p["case"])) is type(builds(first))]
-            build_kernels((p["case"].spec, p["target"]) for p in alike)
+    wanted = [(p["case"], p["target"]) for p in params if isinstance(p.get("case"), KernelCase)]
+    for quick in (False, True):
+        with compilers(quick):
+            build_kernels((case.spec, target) for case, target in wanted if is_quick(case) == quick)
 
 
 @pytest.mark.parametrize(("case", "target"), runs())
 def test_kernel(case: KernelCase, target: Target, kernels: None) -> None:
     inputs = Inputs(case)
-    with builds(case):
+    with compilers(is_quick(case)):
         results = cpu_kernel.run(case, inputs, cpu_kernel.load_kernel(case.spec, target))
     starts = [sum(case.q_lens[:i]) for i in range(len(case.q_lens))]
     for request, (out, lse) in enumerate(results):
