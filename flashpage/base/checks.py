@@ -157,7 +157,7 @@ def whole(name: str, value: Any, low: int, high: int = 2**31 - 1, error: type[Fl
 def real(name: str, value: Any, *, positive: bool = False, error: type[FlashpageError] = PlanError) -> float:
     """A number that fp32 can represent."""
     try:
-        if isinstance(value, (str, bytes, torch.Tensor)):
+        if isinstance(value, (bool, str, bytes, torch.Tensor)):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        *(("sm_scale", value) for value in (1e39, float("inf"), float("nan"), 1e-50, "1", torch.ones(1), None)),
+        *(("sm_scale", value) for value in (1e39, float("inf"), float("nan"), 1e-50, "1", True, torch.ones(1), None)),
         *(("logits_soft_cap", value) for value in (1e39, 1e-45, "30", torch.ones(2))),
         *(("rope_scale", value) for value in (1e39, 0, -1.0, 1e-46)),
         *(("rope_theta", value) for value in (1e300, 0, float("inf"))),
