@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,7 @@ def _prelude(source: str, compiler: tuple[str, ...]) -> Path:
     """A header of what tests/native/<source> includes, precompiled: a fifth of a build is reading headers."""
     lines = (ROOT / "tests" / "native" / source).read_text().splitlines(keepends=True)
     text = "".join(line for line in lines if line.startswith('#include "'))
-    header = folder_of(text, *compiler) / "prelude.h"
-    if not header.exists():
-        partial = header.with_name(f"partial-{os.getpid()}.h")
-        partial.write_text(text)
-        partial.rename(header)
+    header = _written(folder_of(text, *compiler) / "prelude.h", text)
     _built("prelude.h.gch", [*compiler, "-x", "c++-header", str(header)], header.parent)
     return header
 
@@ -117,12 +114,16 @@ def traits_flags(spec: KernelSpec) -> tuple[str, ...]:
 
 def _included(macro: str, text: str) -> tuple[str, ...]:
     """A build for sources that include the text as the file that the macro names."""
-    path = folder_of(text) / "included.h"
+    return (f'-D{macro}="{_written(folder_of(text) / "included.h", text)}"',)
+
+
+def _written(path: Path, text: str) -> Path:
+    """The file with this text. Threads and processes that write it at the same time write files of their own first."""
     if not path.exists():
-        partial = path.with_name(f"partial-{os.getpid()}.h")
+        partial = path.with_name(f"partial-{os.getpid()}-{threading.get_ident()}.h")
         partial.write_text(text)
         partial.rename(path)
-    return (f'-D{macro}="{path}"',)
+    return path
 
 
 @functools.cache

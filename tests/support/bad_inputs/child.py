@@ -23,7 +23,9 @@ from flashpage.base.errors import FlashpageError
 from .rows import Row, good_arguments, judge, table
 from .scenes import Make, Scene
 
-SECONDS = 20  # for one row; the first row of a scene compiles its kernels
+SECONDS = 20  # for one row
+COMPILE_SECONDS = 120  # for the kernels of a scene, also while other processes compile
+COMPILES = b"null\n"  # the line that says that a scene's kernels are compiled next
 MEMORY = 24 << 30  # bytes of address space: allocating a huge size raises MemoryError and does not fill the machine
 
 
@@ -40,6 +42,7 @@ def _work(rows: list[Row], first: int, device: str, pipe: int) -> None:
         scene = rows[i].scene
         if scene.name not in baselines:
             os.environ.pop("FLASHPAGE_JIT", None)
+            os.write(pipe, COMPILES)
             try:
                 baselines[scene.name] = scene.run(good_arguments(scene, make))[1]
                 _compile_for_masks(scene, make)
@@ -103,7 +106,8 @@ def verdicts(rows: list[Row], device: str) -> dict[str, str]:
             os.kill(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if last + 1 < len(rows) and not (status == 0 and last >= first):
-            reason = f"took more than {SECONDS} s" if timed_out else f"ended the process with status {status}"
+            too_long = f"took more than {SECONDS} s, or its scene's kernels {COMPILE_SECONDS} s"
+            reason = too_long if timed_out else f"ended the process with status {status}"
             found[rows[last + 1].name] = reason
             print(rows[last + 1].name, reason, file=sys.stderr, flush=True)
             last += 1
@@ -113,9 +117,9 @@ def verdicts(rows: list[Row], device: str) -> dict[str, str]:
 
 def _read(pipe: int, found: dict[str, str], rows: list[Row], first: int) -> tuple[int, bool]:
     """Reads complaints into `found`; returns the last finished row and whether the next one took too long."""
-    last, rest = first - 1, b""
+    last, rest, seconds = first - 1, b"", SECONDS
     while True:
-        if not select.select([pipe], [], [], SECONDS)[0]:
+        if not select.select([pipe], [], [], seconds)[0]:
             os.close(pipe)
             return last, True
         data = os.read(pipe, 1 << 16)
@@ -123,7 +127,10 @@ def _read(pipe: int, found: dict[str, str], rows: list[Row], first: int) -> tupl
             os.close(pipe)
             return last, False
         *lines, rest = (rest + data).split(b"\n")
+        seconds = COMPILE_SECONDS if data.endswith(COMPILES) else SECONDS
         for line in lines:
+            if line == COMPILES.strip():
+                continue
             last, complaint = json.loads(line)
             if complaint is not None:
                 found[rows[last].name] = complaint
