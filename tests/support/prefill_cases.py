@@ -130,13 +130,6 @@ CASES += [
     prefill(
         "host-rows-192-256", "lanes that look up one row", (40,), (250,), head_dim_vo=256, **{**ROWS, "head_dim": 192}
     ),
-    prefill(
-        "host-rows-mask-dim-16",
-        "two lanes for each row, lanes without rows",
-        (70,),
-        (500,),
-        **{**MASK, "head_dim": 16, "page_size": 3},
-    ),
 ]
 
 FUNCTION: dict[str, Any] = {**BF16, "causal": False, "variant": "documents"}
@@ -288,7 +281,6 @@ CASES += [
     prefill("host-rope-mask", "mask bits in every tile", (70,), (300,), **{**MASK, "position": "ROPE_LLAMA"}),
     prefill("host-rope-dim-64", "four rows at a time", (70,), (500,), **HALF_ROPE),
     prefill("host-rope-dim-16", "eight rows", (40,), (300,), **{**ROPE, "head_dim": 16}),
-    prefill("host-rope-dim-256", "room for one Q only", (40, 3, 20), (200, 30, 300), **{**HALF_ROPE, "head_dim": 256}),
     prefill("host-rope-192-128", "tiles of 96", (40, 9), (300, 100), head_dim_vo=128, **{**ROPE, "head_dim": 192}),
     prefill("host-rope-page-1", "tokens loaded row by row", (70, 33), (300, 33), page_size=1, **ROPE),
     prefill("host-rope-rows-group-5", "of q too", (60, 2, 9), (250, 30, 0), page_size=5, **{**ROPE, "num_q_heads": 10}),
