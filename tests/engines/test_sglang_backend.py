@@ -36,7 +36,9 @@ FORMS = {
     "window in its own pool, pages of 8": Form(window=20, window_pool=True, page=8),
     "sinks and e4m3": Form(sinks=True, kv_type=torch.float8_e4m3fn),
     "after an encoder": Form(encoder=True),
+    "after an encoder, pages of 16": Form(encoder=True, page=16),
     "of an encoder's tokens": Form(encoder=True, is_cross=True),
+    "of an encoder's tokens, pages of 16": Form(encoder=True, is_cross=True, page=16),
     "both sides": Form(is_encoder_only=True),
 }
 
@@ -164,15 +166,19 @@ def test_trees_of_guesses(form: Form, is_captured: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("topk", [1, 3])
-def test_steps_of_a_draft(topk: int, is_captured: bool, device: str) -> None:
+@pytest.mark.parametrize(("topk", "page"), [(1, 1), (3, 1), (3, 8)])
+def test_steps_of_a_draft(topk: int, page: int, is_captured: bool, device: str) -> None:
     """All steps are planned before the first; a branch's guesses have slots of their own after the known tokens."""
     from flashpage.engines.sglang.drafts import FlashpageDraftSteps
 
     steps, known = 4, [50, 9, 70]
     total = steps - 1
-    # One line of guesses for each branch: the scene's tokens after the known ones.
-    scene = Scene(Form(), [topk * steps] * 3, [n + topk * steps for n in known], device)
+    # One line of guesses for each branch: the scene's tokens after the known ones. Pages of a branch begin with a copy
+    # of the known tokens of the last page.
+    strides = [steps if page == 1 else -(-(n % page + steps) // page) * page for n in known]
+    assert page == 1 or len(set(strides)) == 2
+    news = [topk * stride for stride in strides]
+    scene = Scene(Form(page=page), news, [n + new for n, new in zip(known, news, strict=True)], device)
     for i, n in enumerate(scene.kv_lens):
         scene._write(i, 0, n)
     draft = FlashpageDraftSteps(scene.runner(), topk, steps)
@@ -193,11 +199,11 @@ def test_steps_of_a_draft(topk: int, is_captured: bool, device: str) -> None:
             seen = torch.zeros(topk, n, dtype=torch.bool)
             seen[:, : known[i]] = True
             for branch in range(topk):
-                first = known[i] + branch * steps
+                first = known[i] + branch * strides[i]
                 seen[branch, first : first + step + 1] = True
             masks.append(seen)
             rows.append(q[i * topk : (i + 1) * topk])
-        expected = Scene(Form(is_encoder_only=True), [topk] * 3, scene.kv_lens, device)
+        expected = Scene(Form(is_encoder_only=True, page=page), [topk] * 3, scene.kv_lens, device)
         expected.pool, expected.slots, expected.requests, expected.q = scene.pool, scene.slots, scene.requests, q
         close(found, expected.expected(masks))
         assert all(len(attention.session.active) == 1 for _, attention in attentions(backend))
@@ -247,9 +253,7 @@ def test_slots_of_windows_are_those_of_the_step(device: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_config": {"attention_arch": SimpleNamespace(name="MLA")}}, "multi-head latent attention"),
         ({"model_config": {"attention_chunk_size": 8192}}, "attention in chunks"),
-        ({"model_config": {"is_encoder_decoder": True}, "page_size": 16}, "--page-size 16"),
         ({"model_config": {"head_dim": 100}}, "no kernel"),
     ],
 )
@@ -280,15 +284,16 @@ def test_arguments_that_cannot_be_served() -> None:
         only = {"attention_backend": "fa3", name: "flashpage"}
         with pytest.raises(ValueError, match="--kv-cache-dtype fp4_e2m1"):
             support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", **only))
-    with pytest.raises(ValueError, match="--speculative-eagle-topk 4 with --page-size 16"):
-        support.check_arguments(fake_sglang.server_args(speculative_eagle_topk=4, page_size=16))
-    latent = {"get_model_config": lambda: SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"))}
+    with pytest.raises(ValueError, match="--dcp-size 2"):
+        support.check_arguments(fake_sglang.server_args(dcp_size=2))
+    config = SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"), hf_text_config=SimpleNamespace(index_topk=8))
+    sparse = {"get_model_config": lambda: config}
     for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        with pytest.raises(ValueError, match="multi-head latent attention"):
-            support.check_arguments(fake_sglang.server_args(**{"attention_backend": "fa3", name: "flashpage"} | latent))
+        with pytest.raises(ValueError, match="DeepSeek sparse attention"):
+            support.check_arguments(fake_sglang.server_args(**{"attention_backend": "fa3", name: "flashpage"} | sparse))
     draft = {"speculative_draft_attention_backend": "flashpage"}  # another model, which its runner checks
-    support.check_arguments(fake_sglang.server_args(attention_backend="fa3", **draft | latent))
-    support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", attention_backend="fa3", **latent))
+    support.check_arguments(fake_sglang.server_args(attention_backend="fa3", **draft | sparse))
+    support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", attention_backend="fa3", **sparse))
     usual = Scene(Form(), *DECODE, "cpu").runner().model_config
     given = {"kv_cache_dtype": "fp8_e5m2", "page_size": 16, "get_model_config": lambda: usual}
     support.check_arguments(fake_sglang.server_args(**given))

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -114,6 +114,37 @@ class SWAKVPool(Pool):
         return places.swa_loc
 
 
+class MLATokenToKVPool:
+    """Latent rows of each layer, [slots, 1, columns]; NaN where nothing was written."""
+
+    def __init__(self, slots: int, columns: int, ckv: int, dtype: torch.dtype, device: str) -> None:
+        self.rows, self.ckv = torch.full((slots, 1, columns), float("nan"), device=device).to(dtype), ckv
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rows, self.rows[..., : self.ckv]
+
+    def set_kv_buffer(self, layer: Any, slots: torch.Tensor, rows: torch.Tensor, v: None) -> None:
+        self.rows[slots] = rows.to(self.rows.dtype)
+
+    def set_mla_kv_buffer(self, layer: Any, slots: torch.Tensor, k: torch.Tensor, k_rope: torch.Tensor) -> None:
+        self.set_kv_buffer(layer, slots, torch.cat([k, k_rope], -1), None)
+
+
+class AttentionBackendRegistry:
+    """The functions that choose between the two attentions of a layer over latent rows."""
+
+    known: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def register(cls, name: str, function: Any) -> None:
+        cls.known[name] = function
+
+
+_HANDLERS = {
+    "AttentionBackendRegistry": AttentionBackendRegistry,
+    "handle_attention_fa3": lambda attention, batch: "fa3",
+    "handle_attention_triton": lambda attention, batch: "triton",
+}
 _MODULES: dict[str, dict[str, Any]] = {
     "sglang": {"__version__": TESTED["sglang"][-1]},
     "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
@@ -121,6 +152,8 @@ _MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
     "sglang.srt.mem_cache.swa_memory_pool": {"SWAKVPool": SWAKVPool},
     "sglang.srt.model_executor.forward_batch_info": {"ForwardMode": ForwardMode},
+    "sglang.srt.models.deepseek_common.attention_backend_handler": _HANDLERS,
+    "sglang.srt.models.deepseek_common.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": []},
 }
 
 
@@ -129,7 +162,9 @@ def install() -> None:
     for path, names in _MODULES.items():
         parts = path.split(".")
         for i in range(len(parts)):
-            sys.modules.setdefault(".".join(parts[: i + 1]), ModuleType(parts[i]))
+            module = sys.modules.setdefault(".".join(parts[: i + 1]), ModuleType(parts[i]))
+            if i:
+                setattr(sys.modules[".".join(parts[:i])], parts[i], module)
         vars(sys.modules[path]).update(names)
 
 

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from flashpage.engines.plugin.group_plans import GroupSizes
+from flashpage.engines.plugin.latent_plans import LatentPlans
 from flashpage.engines.plugin.layers import LayerOptions
 from flashpage.engines.vllm.plugin import latent, register
 from flashpage.engines.vllm.plugin.latent_prefill import FlashpagePrefill
@@ -49,8 +50,7 @@ def check_decodes(rows: list[int], lengths: list[int], graph_requests: int = 0) 
         PAGE, torch.float32, torch.float32, 8, 64, 256, max(rows), graph_requests, has_exact_lengths=False
     )
     options = LayerOptions((HEADS, 1, CKV + KPE), SCALE)
-    plans = latent.LatentPlans([options], sizes, torch.device("cpu"))
-    plans.ckv = CKV
+    plans = LatentPlans(CKV, [options], sizes, torch.device("cpu"))
     builder: Any = latent.FlashpageMLABuilder.__new__(latent.FlashpageMLABuilder)
     builder._planner = GroupPlanner(plans)
     impl: Any = SimpleNamespace(kv_lora_rank=CKV, options=options)

@@ -1,11 +1,12 @@
 """A real vLLM engine in a process of its own: `python vllm_program.py JOB.json OUT.json`.
 
 A job has `prompts`, `options` of `LLM`, and `models`, each with options of its own. The output has each model's tokens,
-and the modules of its layers' attention, as the process that runs the model says.
+and the modules of its layers' attention, as the processes that run the model say.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from typing import Any
@@ -41,7 +42,7 @@ def main(job_path: str, out_path: str) -> None:
     for model in job["models"]:
         llm = LLM(**OPTIONS | job["options"] | model)
         answers = llm.generate(prompts, params, use_tqdm=False)
-        modules = llm.collective_rpc(attention_modules)[0]
+        modules = sorted(set(itertools.chain(*llm.collective_rpc(attention_modules))))
         out.append({"tokens": [list(answer.outputs[0].token_ids) for answer in answers], "attention": modules})
         del llm
     with open(out_path, "w") as file:

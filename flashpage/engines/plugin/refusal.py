@@ -27,10 +27,20 @@ def refusal(
 
 
 def latent_refusal(
-    columns: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, capability: tuple[int, int] | None
+    columns: int,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    capability: tuple[int, int] | None,
+    ckv: int | None = None,
 ) -> str | None:
-    """The reason why no kernel of such cards reads latent rows (MLA) of so many columns; None: one does."""
-    ckv = 512 if columns >= 512 else 256  # models have these, and at most 64 columns more
+    """The reason why no kernel of such cards reads latent rows (MLA) of so many columns; None: one does.
+
+    Args:
+        ckv: columns that are V too; None: of the usual models, 512 or 256.
+    """
+    if ckv is None:
+        ckv = 512 if columns >= 512 else 256  # these have at most 64 columns more
     types: dict[str, Any] = {"q_data_type": q_dtype, "kv_data_type": kv_dtype}
     return _reason(capability, (LatentArguments(16, ckv, columns - ckv, page_size, sm_scale=1.0, **types), 1))
 

@@ -14,6 +14,7 @@ def register() -> None:
     """SGLang calls this in each of its processes, before it reads arguments."""
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.model_executor import model_runner
 
     from . import hooks
 
@@ -25,10 +26,12 @@ def register() -> None:
         add = getattr(server_args, f"add_{kind}_backend_choices", None)
         if add is not None:
             add([NAME])
+    model_runner.add_mla_attention_backend(NAME)
+    model_runner.add_chunked_prefix_cache_attention_backend(NAME)
     hooks.register()
 
 
 def _create(runner: Any) -> Any:
-    from .backend import FlashpageBackend
+    from .backends import backend_of
 
-    return FlashpageBackend(runner)
+    return backend_of(runner)

@@ -18,13 +18,13 @@ from ..plugin.versions import warn_if_untested
 from .groups import Group, group_of, options_of
 from .planner import NO_BRANCHES, Branches, GroupPlanner
 from .rows import StepRows, rows_of
-from .support import check_runner
+from .support import check_layer, check_runner
 from .tables import SlotTables
 from .trees import TreeRows
 
 warn_if_untested("sglang", sglang.__version__)
 
-_NO_SCALES = (None, None, None)
+NO_SCALES = (None, None, None)
 
 
 class FlashpageBackend(AttentionBackend):
@@ -41,12 +41,15 @@ class FlashpageBackend(AttentionBackend):
         pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         self._window_pool, self._has_encoder = pool, runner.model_config.is_encoder_decoder
         self._window_layers = set() if pool is None else {i for i, (_, is_swa) in pool.layers_mapping.items() if is_swa}
-        self._page_size, self._is_fp8 = runner.page_size, runner.kv_cache_dtype.itemsize == 1
-        self._branches, self._sizes = branches, _sizes(runner)
+        # An encoder's tokens, and the guesses of a branch, end within a page where others begin: kernels read such
+        # models' tokens by their slots, as pages of one token.
+        reads_slots = self._has_encoder or branches.width > 1
+        self._page_size, self._is_fp8 = 1 if reads_slots else runner.page_size, runner.kv_cache_dtype.itemsize == 1
+        self._branches, self._sizes = branches, _sizes(runner, self._page_size)
         has_own_stream = getattr(runner, "init_new_workspace", False)
         self._workspaces = Workspaces() if has_own_stream else Workspaces.of(runner)
         self._tables = SlotTables(
-            slots, runner.page_size, None if pool is None else pool.translate_loc_from_full_to_swa
+            slots, self._page_size, None if pool is None else pool.translate_loc_from_full_to_swa
         )
         arguments = runner.server_args
         self._trees = None
@@ -56,10 +59,8 @@ class FlashpageBackend(AttentionBackend):
         self._known: dict[int, tuple[Any, Group, LayerOptions]] = {}  # by id; a layer lives as long as its entry
         self._pages: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._planners: dict[Group, GroupPlanner] = {}
-        model = getattr(runner, "model", None)
-        layers = [] if model is None else [layer for layer in model.modules() if isinstance(layer, RadixAttention)]
         by_group: dict[Group, list[LayerOptions]] = {}
-        for layer in layers:
+        for layer in self._layers_of(runner):
             group, options = self._look_up(layer)
             by_group.setdefault(group, []).append(options)
         for group, known in by_group.items():
@@ -69,12 +70,20 @@ class FlashpageBackend(AttentionBackend):
         self._parts: dict[Group, Part] = {}
         self._new_slots: tuple[Any, Any] = (None, None)
 
+    def _layers_of(self, runner: Any) -> list[Any]:
+        """The layers with plans of their own."""
+        model = getattr(runner, "model", None)
+        return [] if model is None else [layer for layer in model.modules() if isinstance(layer, RadixAttention)]
+
     def _look_up(self, layer: Any) -> tuple[Group, LayerOptions]:
         found = self._known.get(id(layer))
         if found is None:
-            group = group_of(layer, self._window_layers, self._has_encoder)
-            found = self._known[id(layer)] = layer, group, options_of(layer)
+            found = self._known[id(layer)] = layer, self._group_of(layer), options_of(layer)
         return found[1:]
+
+    def _group_of(self, layer: Any) -> Group:
+        check_layer(layer, layer.qk_head_dim)
+        return group_of(layer, self._window_layers, self._has_encoder)
 
     def _add_planner(self, group: Group, layers: list[LayerOptions]) -> GroupPlanner:
         planner = GroupPlanner(group, layers, self._sizes, self._tables, self._workspaces, self._trees, self._branches)
@@ -155,19 +164,23 @@ class FlashpageBackend(AttentionBackend):
             self._write(k, v, layer, forward_batch)
         q = q.reshape(-1, kind.num_heads, kind.head_dim)
         out = torch.empty_like(q)
-        scales = (None, layer.k_scale_float, layer.v_scale_float) if self._is_fp8 else _NO_SCALES
+        scales = (None, layer.k_scale_float, layer.v_scale_float) if self._is_fp8 else NO_SCALES
         sinks = None if sinks is None else sinks.float()
-        part = self._parts.get(group)
+        return self._run(group, options, LayerTensors(q, k, v, self._cache(layer), out, scales, sinks))
+
+    forward_extend = forward_decode
+
+    def _run(self, group: Group, options: LayerOptions, tensors: LayerTensors) -> torch.Tensor:
+        """Runs the step's plan of a layer; returns the output as SGLang wants it."""
+        out, part = tensors.output, self._parts.get(group)
         if part is None:
             part = self._plan_late(group, options)
-        part.run(options, LayerTensors(q, k, v, self._cache(layer), out, scales, sinks))
+        part.run(options, tensors)
         assert self._rows is not None
         rows = self._rows.total * self._branches.width
         if rows < len(out):
             out[rows:].zero_()
         return out.view(len(out), -1)
-
-    forward_extend = forward_decode
 
     def _plan_late(self, group: Group, options: LayerOptions) -> Part:
         """Plans for a layer that the runner's model did not have when the backend was made."""
@@ -196,14 +209,14 @@ class FlashpageBackend(AttentionBackend):
         return found[1]
 
 
-def _sizes(runner: Any) -> GroupSizes:
+def _sizes(runner: Any, page_size: int) -> GroupSizes:
     """The largest step of a runner."""
     arguments, slots = runner.server_args, runner.req_to_token_pool.req_to_token
     chunk, drafts, requests = arguments.chunked_prefill_size, arguments.speculative_num_draft_tokens or 1, len(slots)
     prompts = chunk if chunk is not None and chunk > 0 else slots.shape[1]  # one prompt may be a step of its own
     prompts = max(prompts, getattr(arguments, "max_prefill_tokens", None) or 0)
     return GroupSizes(
-        page_size=runner.page_size,
+        page_size=page_size,
         q_dtype=runner.dtype,
         kv_dtype=runner.kv_cache_dtype,
         max_requests=requests,

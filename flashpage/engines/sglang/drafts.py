@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from .backend import FlashpageBackend
+from .backends import backend_of
 from .planner import Branches
 
 
@@ -22,8 +22,9 @@ class FlashpageDraftSteps:
                 "drafts trees without windows. Choose --speculative-eagle-topk 1."
             )
         self.topk, self.speculative_num_steps = topk, speculative_num_steps
-        steps = (Branches(topk, speculative_num_steps, step) for step in range(speculative_num_steps - 1))
-        self.attn_backends = [FlashpageBackend(runner, branches) for branches in steps]
+        given = topk, speculative_num_steps
+        steps = (Branches(*given, step, runner.page_size) for step in range(speculative_num_steps - 1))
+        self.attn_backends = [backend_of(runner, branches) for branches in steps]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         for backend in self.attn_backends:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..plugin.layers import LayerOptions
-from .support import check_layer
 
 
 class Tokens(enum.Enum):
@@ -24,6 +23,7 @@ class Group(NamedTuple):
 
     tokens: Tokens
     is_causal: bool
+    ckv: int = 0  # columns of latent rows that are V too; 0: K and V are apart
 
 
 def group_of(layer: Any, window_layers: set[int], has_encoder: bool) -> Group:
@@ -38,7 +38,6 @@ def group_of(layer: Any, window_layers: set[int], has_encoder: bool) -> Group:
 
 def options_of(layer: Any) -> LayerOptions:
     """The options of a RadixAttention layer, whose window does not count the row's own token."""
-    check_layer(layer)
     window = layer.sliding_window_size
     return LayerOptions(
         (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim),

@@ -40,12 +40,12 @@ def _create_draft_backend(
     has_stamps = "stamps_children" in inspect.signature(original).parameters  # the map's values return a name too
 
     def create() -> Any:
-        from .backend import FlashpageBackend
+        from .backends import backend_of
         from .drafts import FlashpageDraftSteps
 
         runner = factory.draft_model_runner
         steps = runner, factory.topk, factory.speculative_num_steps
-        backend = FlashpageDraftSteps(*steps) if is_steps else FlashpageBackend(runner)
+        backend = FlashpageDraftSteps(*steps) if is_steps else backend_of(runner)
         return (NAME, backend) if has_stamps else backend
 
     return original(factory, backend_name, backend_map | {NAME: create}, *args, **given)

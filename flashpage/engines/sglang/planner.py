@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..plugin.group_plans import GroupPlans, GroupSizes, TableRows, Use, Workspaces
+from ..plugin.latent_plans import LatentPlans
 from ..plugin.layers import LayerOptions
 from ..plugin.parts import PagedRows, Part, SharedPrefix
 from ..plugin.prebuild import prebuild
@@ -27,11 +28,20 @@ from .trees import TreeRows
 
 
 class Branches(NamedTuple):
-    """A step of a draft. Each request has `width` branches, whose guesses have `stride` slots each."""
+    """A step of a draft of `steps` steps, in which each request has `width` branches."""
 
     width: int = 1
-    stride: int = 0
+    steps: int = 0
     step: int = -1  # -1: no draft
+    page_size: int = 1  # SGLang's
+
+    def stride(self, known: torch.Tensor) -> torch.Tensor | int:
+        """Places in the table of slots from one branch's guesses to the next one's: SGLang gives each branch pages of
+        its own, which begin with a copy of the known tokens of a page that is not full. `known`: [requests]."""
+        if self.page_size == 1:
+            return self.steps
+        pages = (known % self.page_size + self.steps + self.page_size - 1) // self.page_size
+        return pages[:, None] * self.page_size
 
 
 NO_BRANCHES = Branches()
@@ -60,6 +70,8 @@ class GroupPlanner:
     def _make(self, sizes: GroupSizes) -> GroupPlans:
         tree = None if self._trees is None else self._trees.variant
         device = self._tables.slots.device
+        if self.group.ckv:
+            return LatentPlans(self.group.ckv, self._layers, sizes, device, self._workspaces, owner="SGLang")
         return GroupPlans(self._layers, sizes, device, self._workspaces, tree=tree, owner="SGLang")
 
     def prebuild(self) -> None:
@@ -92,7 +104,7 @@ class GroupPlanner:
         if rows.on_host is not None and self.group.tokens is not Tokens.ENCODER:
             new, lens = rows.on_host
             pages = self._pages(rows, int(lens.max()), int(new.max()))
-            attentions = plans.plan_on_host(_starts_of(new), lens, pages, is_causal)
+            attentions = plans.plan_on_host(starts_of(new), lens, pages, is_causal)
             return PagedRows(attentions, rows.total, is_causal)
         if rows.has_tree and self.group.tokens is not Tokens.ENCODER:
             use = Use.TREE_IN_GRAPH if is_captured else Use.TREE
@@ -109,9 +121,10 @@ class GroupPlanner:
         starts = _steps_of(branches.width, len(known), slots.device)
         before = TableRows(known, slots, starts, total, rows.requests)
         shared = plans.plan_tables(Use.ROWS_IN_GRAPH if is_captured else Use.ROWS, before, False)
-        first = known.long()[:, None] + torch.arange(branches.width, device=slots.device) * branches.stride
-        columns = first[..., None] + torch.arange(branches.stride, device=slots.device)
-        own = slots[rows.requests.long()[:, None, None], columns].view(total, branches.stride)
+        numbers = torch.arange(branches.width, device=slots.device)
+        first = known.long()[:, None] + numbers * branches.stride(known.long())
+        columns = first[..., None] + torch.arange(branches.steps, device=slots.device)
+        own = slots[rows.requests.long()[:, None, None], columns].view(total, branches.steps)
         lens = torch.full((total,), branches.step + 1, dtype=torch.int32, device=slots.device)
         use = Use.DECODE_IN_GRAPH if is_captured else Use.DECODE
         return SharedPrefix(shared, plans.plan_tables(use, TableRows(lens, own, None, total), False), total, False)
@@ -145,11 +158,11 @@ class GroupPlanner:
         if rows.q_indptr is not None:
             return rows.q_indptr
         if rows.on_host is not None:
-            return _starts_of(rows.on_host[0]).to(device, non_blocking=True)
+            return starts_of(rows.on_host[0]).to(device, non_blocking=True)
         return _steps_of(rows.each, len(rows.seq_lens), device)
 
 
-def _starts_of(counts: torch.Tensor) -> torch.Tensor:
+def starts_of(counts: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..plugin.refusal import refusal
+from ..plugin.refusal import latent_refusal, refusal
 from .name import NAME
 
 _KV_CACHE_TYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -23,39 +23,48 @@ def check_arguments(arguments: Any) -> None:
             f"--kv-cache-dtype {arguments.kv_cache_dtype}: flashpage reads {', '.join(_KV_CACHE_TYPES)}. "
             "Choose one of them, or another attention backend."
         )
-    topk, page_size = arguments.speculative_eagle_topk or 0, arguments.page_size or 1
-    if topk > 1 and page_size > 1:
+    if getattr(arguments, "dcp_size", 1) > 1:
         raise ValueError(
-            f"--speculative-eagle-topk {topk} with --page-size {page_size}: flashpage drafts trees over pages of one "
-            "token. Choose --page-size 1 or --speculative-eagle-topk 1."
+            f"--dcp-size {arguments.dcp_size}: flashpage has no decode context parallelism in SGLang. "
+            "Choose another --attention-backend, or --dcp-size 1."
         )
     if serves_model:
-        check_model(arguments.get_model_config(), page_size)
+        check_model(arguments.get_model_config(), arguments.speculative_eagle_topk or 0)
 
 
-def check_model(config: Any, page_size: int) -> None:
+def has_latent_rows(config: Any) -> bool:
+    """Whether a ModelConfig's layers have multi-head latent attention (MLA)."""
+    return bool(config.attention_arch.name == "MLA")
+
+
+def check_model(config: Any, topk: int) -> None:
     """Checks SGLang's ModelConfig, which is known before weights are loaded."""
-    if config.attention_arch.name == "MLA":
-        raise ValueError(
-            "this model has multi-head latent attention, which flashpage does not serve in SGLang. "
-            "Choose another --attention-backend."
-        )
+    if has_latent_rows(config):
+        _check_latent_model(config, topk)
     if getattr(config, "attention_chunk_size", None):
         raise ValueError(
             "this model has layers with attention in chunks, which flashpage does not serve in SGLang. "
             "Choose another --attention-backend."
         )
-    if config.is_encoder_decoder and page_size > 1:
+
+
+def _check_latent_model(config: Any, topk: int) -> None:
+    if getattr(config.hf_text_config, "index_topk", None) is not None:
         raise ValueError(
-            f"--page-size {page_size}: flashpage serves models with cross attention over pages of one token. "
-            "Choose --page-size 1."
+            "this model's layers choose the tokens that they see (DeepSeek sparse attention), which flashpage does not "
+            "serve in SGLang. Choose another --attention-backend."
+        )
+    if topk > 1:
+        raise ValueError(
+            f"--speculative-eagle-topk {topk}: flashpage drafts no trees for models with multi-head latent attention. "
+            "Choose --speculative-eagle-topk 1."
         )
 
 
 def check_runner(runner: Any) -> None:
     """Checks the loaded model of a runner, which may be a draft."""
     config = runner.model_config
-    check_model(config, runner.page_size)
+    check_model(config, runner.server_args.speculative_eagle_topk or 0)
     device = torch.device(runner.device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability is not None and capability < (8, 0):
@@ -63,15 +72,19 @@ def check_runner(runner: Any) -> None:
             f"this card has compute capability {capability[0]}.{capability[1]}; flashpage needs 8.0. "
             "Choose another --attention-backend."
         )
-    reason = refusal(config.head_dim, runner.dtype, runner.kv_cache_dtype, runner.page_size, capability)
+    given = runner.dtype, runner.kv_cache_dtype, runner.page_size, capability
+    if has_latent_rows(config):
+        reason = latent_refusal(config.kv_lora_rank + config.qk_rope_head_dim, *given, config.kv_lora_rank)
+    else:
+        reason = refusal(config.head_dim, *given)
     if reason is not None:
         raise ValueError(f"{reason} Choose another --attention-backend.")
 
 
-def check_layer(layer: Any) -> None:
-    """Checks one of SGLang's RadixAttention layers."""
+def check_layer(layer: Any, v_head_dim: int) -> None:
+    """Checks one of SGLang's RadixAttention layers, whose V has `v_head_dim` columns."""
     found = {
-        "v_head_dim": (layer.v_head_dim, layer.qk_head_dim),
+        "v_head_dim": (layer.v_head_dim, v_head_dim),
         "pos_encoding_mode": (layer.pos_encoding_mode, "NONE"),
         "logit_capping_method": (layer.logit_capping_method, "tanh"),
         "xai_temperature_len": (layer.xai_temperature_len, -1),

@@ -18,11 +18,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
-from ....kernels.options import Options, RunOptions
 from ....wrappers.append import append_paged_mla_kv_cache
-from ....wrappers.plan_arguments import LatentArguments
-from ...plugin.group_plans import GroupPlans, Use, Workspaces
-from ...plugin.layers import LayerKind, LayerOptions
+from ...plugin.group_plans import Workspaces
+from ...plugin.latent_plans import LatentPlans
+from ...plugin.layers import LayerOptions
 from ...plugin.parts import LayerTensors
 from . import support
 from .builder import FlashpageBuilder
@@ -30,27 +29,6 @@ from .planner import GroupPlanner
 from .step import Step
 
 _NO_SCALES = (None, None, None)
-
-
-class LatentPlans(GroupPlans):
-    """The attention objects of a group of layers over latent rows, all of them with `ckv` columns of V."""
-
-    ckv = 0
-
-    def _checked(self, use: Use, kind: LayerKind, is_causal: bool) -> tuple[Options, RunOptions]:
-        sizes, values = self.sizes, next(layer.values for layer in self.layers if layer.kind == kind)[is_causal]
-        return LatentArguments(
-            num_heads=kind.num_heads,
-            head_dim_ckv=self.ckv,
-            head_dim_kpe=kind.head_dim - self.ckv,
-            page_size=sizes.page_size,
-            sm_scale=values.sm_scale,
-            causal=is_causal and not use.is_decode,
-            q_data_type=sizes.q_dtype,
-            kv_data_type=sizes.kv_dtype,
-            fixed_split_size=max(1, sizes.split_tokens // sizes.page_size) if sizes.split_tokens else None,
-            q_len_per_req=1 if use.is_decode else 0,
-        ).checked()
 
 
 @dataclasses.dataclass
@@ -74,9 +52,9 @@ class FlashpageMLABuilder(MLACommonMetadataBuilder):
         layers = vllm_config.compilation_config.static_forward_context
         self._impls = [layers[name].impl for name in layer_names]
         sizes = FlashpageBuilder._sizes(self)._replace(has_exact_lengths=False, has_rotation=False)
-        plans = LatentPlans([impl.options for impl in self._impls], sizes, device, Workspaces.of(vllm_config))
-        plans.ckv = self._impls[0].kv_lora_rank
-        self._planner = GroupPlanner(plans)
+        options = [impl.options for impl in self._impls]
+        ckv = self._impls[0].kv_lora_rank
+        self._planner = GroupPlanner(LatentPlans(ckv, options, sizes, device, Workspaces.of(vllm_config)))
         self._planner.prebuild()
 
     def _build_decode(

@@ -9,25 +9,18 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from ....plan.lengths import Lengths
-from ....plan.page_indices import NO_PAGES
-from ....wrappers.base import RAGGED, Attention
-from ....wrappers.plan_arguments import Checked, PrefillArguments
+from ...plugin.expanded_rows import OWN_TOKENS, ExpandedRows, ExpandedTensors
 from ...plugin.group_plans import Workspaces
-
-_WORKSPACE_BYTES = {"cuda": 128 << 20, "cpu": 16 << 20}
 
 
 class FlashpagePrefill(MLAPrefillBackend):
-    """The step's new tokens have one plan, each chunk of earlier tokens one of its own; layers share them."""
+    """flashpage as the backend of prompts."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._checked = {is_causal: Checked() for is_causal in (False, True)}
-        self._attentions: dict[int, Attention] = {}  # by chunk; -1: of the new tokens
-        self._planned: set[int] = set()  # in this step
+        self._rows = ExpandedRows(Workspaces.of(self.vllm_config), "vLLM")
 
     @staticmethod
     def get_name() -> str:
@@ -40,7 +33,7 @@ class FlashpagePrefill(MLAPrefillBackend):
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         """Begins a step."""
         super().prepare_metadata(prefill_metadata)
-        self._planned.clear()
+        self._rows.begin()
 
     def run_prefill_new_tokens(
         self,
@@ -55,7 +48,7 @@ class FlashpagePrefill(MLAPrefillBackend):
         if output_scale is not None:
             raise NotImplementedError("flashpage writes no quantized outputs for vLLM.")
         starts = self._prefill_metadata.query_start_loc
-        found = self._run(-1, (starts, starts), q, k, v, return_softmax_lse, out)
+        found = self._run(OWN_TOKENS, (starts, starts), q, k, v, return_softmax_lse, out)
         return found if return_softmax_lse else found[0]
 
     def run_prefill_context_chunk(
@@ -77,22 +70,8 @@ class FlashpagePrefill(MLAPrefillBackend):
     def _run(
         self, number: int, starts: tuple[Any, Any], q: Any, k: Any, v: Any, has_lse: bool, out: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        attention = self._attentions.get(number)
-        if attention is None:
-            workspace = Workspaces.of(self.vllm_config).at_least(_WORKSPACE_BYTES[q.device.type], q.device)
-            attention = self._attentions[number] = Attention(workspace, names=RAGGED, owner="flashpage's vLLM backend")
-        if number not in self._planned:
-            arguments = PrefillArguments(
-                *("ragged", q.shape[1], k.shape[1], q.shape[2], 0, v.shape[2]),
-                causal=number < 0,
-                sm_scale=self.scale,
-                q_data_type=q.dtype,
-            )
-            checked = self._checked[number < 0].of(arguments)
-            attention.plan(Lengths(*(indptr.to("cpu", torch.int32) for indptr in starts)), NO_PAGES, *checked)
-            self._planned.add(number)
-        found = attention.run_of("basee")(q, (k, v), out, None, has_lse)
-        return (found[0], found[1].T.contiguous()) if has_lse else (found, None)
+        found, lse = self._rows.run(number, starts, ExpandedTensors(q, k, v, out), self.scale, has_lse)
+        return found, None if lse is None else lse.T.contiguous()
 
 
 class FlashpagePrefillOnCpu(FlashpagePrefill):
