@@ -50,11 +50,11 @@ def answers(folder: Path, engines: list[dict[str, Any]]) -> list[Any]:
 
 def test_tokens_equal_those_of_its_own_attention(tmp_path: Path) -> None:
     """Prefixes shared through the radix cache, prompts in chunks next to decodes; a Llama against SGLang's attention in
-    torch, head_dim 80 and Gemma2 against transformers. Gemma2 has soft caps, and windows in every second layer, whose
-    tokens have the slots of all layers or their own."""
+    torch, head_dim 80, Gemma2 and DeepSeek-V3 against transformers. Gemma2 has soft caps, and windows in every second
+    layer, whose tokens have the slots of all layers or their own. DeepSeek-V3 has latent rows."""
     needs(TREE, get_sglang.PACKAGES)
     llama, wide = (tiny_model.write(tmp_path / name.replace(" ", "-"), name) for name in ("llama", "head_dim 80"))
-    gemma2 = tiny_model.write_gemma2(tmp_path / "gemma2")
+    gemma2, deepseek = tiny_model.write_gemma2(tmp_path / "gemma2"), tiny_model.write_deepseek(tmp_path / "deepseek")
     # SGLang reads another name of the activation; a soft cap of logits runs in Triton, and changes no greedy token.
     changes: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "final_logit_softcapping": None}
     own_pool = changes | {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]}
@@ -67,12 +67,14 @@ def test_tokens_equal_those_of_its_own_attention(tmp_path: Path) -> None:
             {"model_path": str(wide), **ours},
             {"model_path": str(gemma2), **ours, "json_model_override_args": json.dumps(changes)},
             {"model_path": str(gemma2), **ours, "json_model_override_args": json.dumps(own_pool)},
+            {"model_path": str(deepseek), **ours},
         ],
     )
-    assert [each["pool"] for each in found] == ["", *["MHATokenToKVPool"] * 3, "SWAKVPool"]
+    assert [each["pool"] for each in found] == ["", *["MHATokenToKVPool"] * 3, "SWAKVPool", "MLATokenToKVPool"]
     tokens = [each["tokens"] for each in found]
     assert tokens[1] == tokens[0], "llama"
     assert tokens[2] == tiny_model.expected_tokens(wide, NEW_TOKENS), "head_dim 80"
     windows = tiny_model.expected_tokens(gemma2, NEW_TOKENS)
     assert tokens[3] == windows, "windows"
     assert tokens[4] == windows, "windows in their own pool"
+    assert tokens[5] == tiny_model.expected_tokens(deepseek, NEW_TOKENS), "latent rows"

@@ -73,8 +73,16 @@ def test_expanded_prompts(padding: int, device: str) -> None:
         ways: list[tuple[dict[str, Any], list[int], bool]] = [
             ({}, new, True),
             ({"mha_return_lse": True, "attn_attend_prefix_cache": False}, new, True),
-            ({"mha_return_lse": True, "attn_attend_prefix_cache": True, "prefix_chunk_idx": 0}, chunks[0].tolist(), False),
-            ({"mha_return_lse": True, "attn_attend_prefix_cache": True, "prefix_chunk_idx": 1}, chunks[1].tolist(), False),
+            (
+                {"mha_return_lse": True, "attn_attend_prefix_cache": True, "prefix_chunk_idx": 0},
+                chunks[0].tolist(),
+                False,
+            ),
+            (
+                {"mha_return_lse": True, "attn_attend_prefix_cache": True, "prefix_chunk_idx": 1},
+                chunks[1].tolist(),
+                False,
+            ),
             ({"mha_one_shot": True}, both, True),
         ]
         for changes, counts, is_causal in ways:
@@ -87,9 +95,7 @@ def test_expanded_prompts(padding: int, device: str) -> None:
             for _ in range(2):  # layers
                 found = backend.forward(q, k, v, scene.expanded, batch, save_kv_cache=False)
             tensors = zip(q[: sum(new)].split(new), *(x[: sum(counts)].split(counts) for x in (k, v)), strict=True)
-            states = [
-                attention(*(x.cpu() for x in mine), Options(SCALE, causal=is_causal)) for mine in tensors
-            ]
+            states = [attention(*(x.cpu() for x in mine), Options(SCALE, causal=is_causal)) for mine in tensors]
             out, lse = found if changes.get("mha_return_lse") else (found.view(-1, HEADS, DIM_V), None)
             close(out[: sum(new)], torch.cat([state.out for state in states]))
             assert not out[sum(new) :].any()

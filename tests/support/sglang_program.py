@@ -43,17 +43,18 @@ def check_answers(model: str) -> None:
     arguments = ServerArgs(**usual, enable_deterministic_inference=True)
     assert not arguments.disable_radix_cache
     arguments.check_server_args()
-    arguments.get_model_config().attention_arch = AttentionArch.MLA
-    refused(arguments.check_server_args, "multi-head latent attention")
+    config = arguments.get_model_config()
+    config.attention_arch, config.kv_lora_rank, config.qk_rope_head_dim = AttentionArch.MLA, 512, 64
+    config.hf_text_config.index_topk = 8
+    refused(arguments.check_server_args, "DeepSeek sparse attention")
     arguments.kv_cache_dtype = "fp4_e2m1"
     refused(arguments.check_server_args, "--kv-cache-dtype fp4_e2m1")
     factory = DraftBackendFactory.__new__(DraftBackendFactory)
     vars(factory).update(draft_attn_backend="flashpage", speculative_num_steps=3, topk=1)
     steps = {"triton": factory._create_triton_decode_backend}
-    config = SimpleNamespace(attention_arch=AttentionArch.MLA)
-    factory.draft_model_runner = SimpleNamespace(model_config=config, page_size=1)
+    factory.draft_model_runner = SimpleNamespace(model_config=config, page_size=1, server_args=arguments)
     names = "decode_attention_backend", steps, "{backend_type} is unknown"
-    refused(lambda: factory._create_backend(*names), "multi-head latent attention")  # by our backend: it was chosen
+    refused(lambda: factory._create_backend(*names), "DeepSeek sparse attention")  # by our backend: it was chosen
 
 
 def refused(call: Callable[[], object], reason: str) -> None:

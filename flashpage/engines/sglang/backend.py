@@ -48,9 +48,7 @@ class FlashpageBackend(AttentionBackend):
         self._branches, self._sizes = branches, _sizes(runner, self._page_size)
         has_own_stream = getattr(runner, "init_new_workspace", False)
         self._workspaces = Workspaces() if has_own_stream else Workspaces.of(runner)
-        self._tables = SlotTables(
-            slots, self._page_size, None if pool is None else pool.translate_loc_from_full_to_swa
-        )
+        self._tables = SlotTables(slots, self._page_size, None if pool is None else pool.translate_loc_from_full_to_swa)
         arguments = runner.server_args
         self._trees = None
         if (arguments.speculative_eagle_topk or 0) > 1 and branches.step < 0:

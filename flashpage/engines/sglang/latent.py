@@ -1,7 +1,8 @@
 """flashpage for SGLang's models with latent rows (MLA).
 
-Each layer has two attentions: `attn_mqa`, absorbed queries over the rows in the cache, and `attn_mha`, which prompts use
-where it is faster: SGLang expands the step's own keys and values, then earlier tokens in chunks, and merges the results.
+Each layer has two attentions: `attn_mqa`, absorbed queries over the rows in the cache, and `attn_mha`, which prompts
+use where it is faster: SGLang expands the step's own keys and values, then earlier tokens in chunks, and merges the
+results.
 """
 
 from __future__ import annotations
@@ -55,18 +56,17 @@ class FlashpageLatentBackend(FlashpageBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Attention of the step's rows, [rows, heads * head_dim of V]; `q_rope` and `k_rope`: the rotated columns, if q
-        and k are without them."""
+        """Attention of the step's rows, [rows, heads * head_dim of V]. SGLang may give the rotated columns of q and k
+        apart, as `q_rope` and `k_rope`."""
         if not self._is_absorbed(layer):
             return self._forward_expanded(q, k, v, layer, forward_batch)
         group, options = self._look_up(layer)
         if save_kv_cache and k is not None:
-            self._write_rows(k, k_rope, layer, forward_batch.out_cache_loc)
-        heads = layer.tp_q_head_num
+            self._write_rows(k, kwargs.get("k_rope"), layer, forward_batch.out_cache_loc)
+        heads, q_rope = layer.tp_q_head_num, kwargs.get("q_rope")
         q = q.reshape(len(q), heads, -1)
         if q_rope is not None:
             q = torch.cat([q, q_rope.view(len(q), heads, -1)], -1)
