@@ -24,10 +24,18 @@ TREE = get_sglang.ENGINES / f"sglang-{get_sglang.TREES[0]}"
 # Fields that checkpoints have and transformers leaves out. On the CPU SGLang wants RoPE scaled by YaRN; a factor of 1
 # changes nothing.
 CHECKPOINTS_OWN: dict[str, Any] = {
-    **{"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "rope_parameters": {
-        **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-        **{"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 2048},
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 2048,
     },
 }
 
