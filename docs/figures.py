@@ -26,6 +26,7 @@ TITLES = {  # sections in the order of the page
     "more-prefill": "Prefill and append, other shapes",
     "fp8-prefill": "Prefill with e4m3 queries, keys and values",
     "host": "Host time of plan and run",
+    "sglang": "SGLang, tokens per second by attention backend",
 }
 UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
 NAMES = {
@@ -43,7 +44,9 @@ def read_lines() -> list[Line]:
     for path in sorted((HERE / "results").glob("*.jsonl")):
         for text in path.read_text().splitlines():
             line = json.loads(text)
-            newest[line["section"], line["card"] or line["machine"], line["case"], line.get("batch")] = line
+            newest[
+                line["section"], line["card"] or line["machine"], line["case"], line.get("batch", line.get("ranks"))
+            ] = line
     return list(newest.values())
 
 
@@ -99,6 +102,23 @@ def host_table(lines: list[Line]) -> str:
     return table(["what", "batch", "us", "must", "goal"], rows)
 
 
+def engine_table(lines: list[Line]) -> str:
+    """Rates of an engine with each attention backend; the ratio is flashpage's to the best other one's."""
+    kinds, rows = ("new_per_s", "decode_per_s", "prefill_per_s"), []
+    for line in lines:
+        figures = line["figures"]
+        for label, own in figures.items():
+            ratios = [own[kind] / max(x[kind] for n, x in figures.items() if n != label) for kind in kinds]
+            words = [f"{ratio:.3f}" if label == "flashpage" else "" for ratio in ratios]
+            cells = [f"{own[kind]:,.0f}" for kind in kinds]
+            rows.append([line["case"], line["ranks"], label, *cells, *words])
+    header = ["trace", "cards", "attention", "new/s", "decode/s", "prefill/s", "ratio", "of decode", "of prefill"]
+    return table(header, rows)
+
+
+TABLES = {"host": host_table, "sglang": engine_table}  # of other sections: card_table
+
+
 def page(lines: list[Line]) -> str:
     parts = [PREFACE]
     for section, title in TITLES.items():
@@ -106,7 +126,7 @@ def page(lines: list[Line]) -> str:
         machines = list(dict.fromkeys(line["card"] or line["machine"] for line in own))
         for card in machines:
             group = [line for line in own if (line["card"] or line["machine"]) == card]
-            body = host_table(group) if section == "host" else card_table(group)
+            body = TABLES.get(section, card_table)(group)
             parts.append(f"## {title}: {card}\n\n{origin(group)}\n\n{body}")
     return "\n\n".join(parts) + "\n"
 

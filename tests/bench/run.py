@@ -40,6 +40,7 @@ BENCHMARKS = {
     "cascade": Benchmark(("cascade.py",), "requests that share tokens, against flat decode", needs_gpu=True),
     "engine": Benchmark(("engine.py",), "tokens per second of the engine, by attention", needs_gpu=True),
     "parallel": Benchmark(("parallel.py",), "a context spread over two cards, against one card", needs_gpu=True),
+    "sglang": Benchmark(("sglang_turns.py",), "SGLang engines in turns, by attention backend", needs_gpu=True),
     "vllm": Benchmark(("vllm_bench.py",), "vLLM's operators, against its own kernels with --peer", needs_gpu=True),
     "torch": Benchmark(("torch_attention_bench.py",), "PyTorch's attention functions, by kernels", needs_gpu=True),
     "variants": Benchmark(("variants_bench.py",), "variants against built-ins, options against none", needs_gpu=True),
