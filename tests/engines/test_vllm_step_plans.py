@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 from vllm_step import Form, Scene, close, run
 
 from flashpage import CapabilityError
-from flashpage.engines.plugin.group_plans import Use
+from flashpage.engines.plugin.group_plans import GroupPlans, Use
 from flashpage.engines.plugin.parts import PagedRows, RaggedRows
 from flashpage.engines.plugin.versions import TESTED, warn_if_untested
-from flashpage.engines.vllm.plugin import cascade
+from flashpage.engines.vllm.plugin import cascade, causal_flags
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
 from flashpage.jit import loader
 
@@ -166,6 +167,38 @@ def test_cross_attention(device: str) -> None:
     assert step.causal is False and planner.plan(scene.common()).causal is True
     step = planner.plan(scene.common(causal=False))
     close(run(step, planner.plans.layers[0], scene.tensors()), scene.expected(causal=False))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"graph_rows": 64, "captures_all": True}], ids=["eager", "captured"])
+def test_causal_requests_next_to_others(sizes: dict[str, Any], device: str) -> None:
+    """As vLLM's diffusion models have them; a second step has other flags, and one row a request needs none."""
+    diffusion = SimpleNamespace(diffusion_config=SimpleNamespace(canvas_length=16))
+    for window, lens in ((None, [4, 1, 9]), (16, [4, 1, 9]), (None, [1, 1, 1])):
+        scene = Scene(Form(window=window), lens, [60, 33, 17], device)
+        layers, full = [scene.form.layer()], scene.sizes(**sizes)
+        flags = causal_flags.flags_of(diffusion, layers, full.max_requests, scene.device)
+        assert flags is not None
+        planner = GroupPlanner(GroupPlans(layers, full, scene.device, tree=flags.variant), None, flags)
+        apart = [scene.expected(causal=is_causal).split(lens) for is_causal in (False, True)]
+        for given in ([1, 0, 0], [0, 1, 1]):
+            common = scene.common(causal=torch.tensor(given, dtype=torch.int32, device=scene.device))  # type: ignore[arg-type]
+            step = planner.plan(common)
+            assert step.causal is False
+            expected = torch.cat([apart[flag][i] for i, flag in enumerate(given)])
+            close(run(step, layers[0], scene.tensors()), expected)
+        assert (Use.DECODE in planner.plans._attentions) == (max(lens) == 1 and not sizes)
+
+
+def test_models_without_causal_flags() -> None:
+    usual, none = Form().layer(), SimpleNamespace(diffusion_config=None)
+    diffusion = SimpleNamespace(diffusion_config=SimpleNamespace(canvas_length=16))
+    for config, layer in (
+        (none, usual),
+        (SimpleNamespace(), usual),
+        (diffusion, Form(window=15).layer()),
+        (diffusion, Form(slopes=(0.5, 0.25, 0.1, 0.05)).layer()),
+    ):
+        assert causal_flags.flags_of(config, [layer], 4, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Use(enum.Enum):
     SUFFIX = "any rows after these tokens"
     RAGGED = "rows over the K and V of the same step"
     OWN_IN_GRAPH = "few rows a request over the K and V of the same step, captured"
-    TREE = "few rows a request, each of which sees its ancestors in a tree"
+    TREE = "any rows under a mask: ancestors in a tree, or causal requests next to others"
     TREE_IN_GRAPH = "the same, captured"
 
     @property
@@ -244,7 +244,7 @@ class GroupPlans:
         if self.is_encoder:
             steps = [(Use.RAGGED, rows)]
         elif self._tree is not None:
-            steps.append((Use.TREE, max(sizes.graph_rows, requests * sizes.few_rows)))
+            steps += [(Use.TREE, count) for use, count in steps if use is Use.ROWS]
         for kind in self._kinds:
             for use, count in steps:
                 options, _ = self.options(use, kind, not use.is_decode)

@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from ...plugin.group_plans import SPLIT_TOKENS, GroupPlans, GroupSizes, Workspaces
 from . import cascade, fusion
 from .cache import element_type
+from .causal_flags import flags_of
 from .planner import GroupPlanner
 from .ranks import ranks_of
 from .step import Step
@@ -32,8 +33,10 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         layers = vllm_config.compilation_config.static_forward_context
         self._impls = [layers[name].impl for name in layer_names]
         workspaces = Workspaces.of(vllm_config)
-        plans = GroupPlans([impl.options for impl in self._impls], self._sizes(), device, workspaces)
-        self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config))
+        options, sizes = [impl.options for impl in self._impls], self._sizes()
+        flags = flags_of(vllm_config, options, sizes.max_requests, device)
+        plans = GroupPlans(options, sizes, device, workspaces, tree=None if flags is None else flags.variant)
+        self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config), flags)
         self._planner.prebuild()
 
     @classmethod

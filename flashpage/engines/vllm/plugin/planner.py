@@ -27,14 +27,17 @@ from ...plugin.group_plans import MOST_TOKENS, GroupPlans, TableRows, Use
 from ...plugin.parts import PagedRows, Part, RaggedRows
 from ...plugin.prebuild import prebuild
 from . import cascade, context_parallel
+from .causal_flags import CausalFlags
 from .step import Step
 
 
 class GroupPlanner:
     """Makes the plans of a group; each step replaces the plans of the step before."""
 
-    def __init__(self, plans: GroupPlans, ranks: context_parallel.Ranks | None = None) -> None:
-        self.plans, self.sizes, self.device = plans, plans.sizes, plans.device
+    def __init__(
+        self, plans: GroupPlans, ranks: context_parallel.Ranks | None = None, flags: CausalFlags | None = None
+    ) -> None:
+        self.plans, self.sizes, self.device, self._flags = plans, plans.sizes, plans.device, flags
         self._context = None if ranks is None else context_parallel.ContextPlans(plans, ranks)
         windows = [layer.values[0].window_left + 1 for layer in plans.layers if layer.values[0].window_left >= 0]
         self._least_window = min(windows, default=0)
@@ -45,7 +48,8 @@ class GroupPlanner:
             prebuild(self.plans, self._context.uses)
             prebuild(self._context.gathered, (Use.DECODE, Use.ROWS))
         else:
-            prebuild(self.plans, (Use.RAGGED,) if self.plans.is_encoder else (Use.DECODE, Use.ROWS))
+            rows = (Use.DECODE, Use.ROWS) if self._flags is None else (Use.DECODE, Use.ROWS, Use.TREE)
+            prebuild(self.plans, (Use.RAGGED,) if self.plans.is_encoder else rows)
 
     def plan(self, common: Any, common_prefix_len: int = 0) -> Step:
         """Plans a step. `common_prefix_len`: tokens that all requests share, a multiple of the page size."""
@@ -56,15 +60,21 @@ class GroupPlanner:
         requests, rows, sizes = common.num_reqs, common.num_actual_tokens, self.sizes
         if self.plans.is_encoder:
             return (self._ragged(common),), None
-        is_causal = self._is_causal(common)
         plan: Callable[[], Part]
+        in_graph = rows <= sizes.graph_rows and (sizes.captures_all or common.max_query_len <= sizes.few_rows)
+        has_flags = isinstance(common.causal, torch.Tensor)
+        if has_flags and (in_graph or common.max_query_len > 1):
+            use = Use.TREE_IN_GRAPH if in_graph else Use.TREE
+            plan = functools.partial(self._flagged, use, common, requests, rows)
+            return (plan(),), plan
+        is_causal = has_flags or self._is_causal(common)  # a request's only row sees all of its tokens
         if self._context is not None:
             part, plan_again = self._context.plan(common, is_causal)
             return (part,), plan_again
         if common_prefix_len:
             return (cascade.plan(self.plans, common, common_prefix_len),), None
         # A step must get the plan that captured steps of its size read, whatever its own rows.
-        if rows <= sizes.graph_rows and (sizes.captures_all or common.max_query_len <= sizes.few_rows):
+        if in_graph:
             plan = functools.partial(self._rows, Use.ROWS_IN_GRAPH, common, (0, requests), rows, is_causal)
             return (plan(),), plan
         # Requests without rows are padding after the others, unless the host knows better.
@@ -78,11 +88,6 @@ class GroupPlanner:
         return self._apart(common, is_causal), None
 
     def _is_causal(self, common: Any) -> bool:
-        if isinstance(common.causal, torch.Tensor):
-            raise CapabilityError(
-                "causal differs between the requests of a step, which flashpage does not plan. "
-                "Choose another attention backend for this drafter."
-            )
         is_causal, window = bool(common.causal), self._least_window
         # A row that is not causal sees all later tokens of its request, at most max_query_len - 1.
         if not is_causal and 0 < window < common.max_query_len:
@@ -116,6 +121,17 @@ class GroupPlanner:
             end,
         )
         return PagedRows(self.plans.plan_tables(use, tables, is_causal), end, is_causal)
+
+    def _flagged(self, use: Use, common: Any, requests: int, end: int) -> PagedRows:
+        """All rows; a flag for each request says whether they are causal."""
+        if self._flags is None or self._context is not None:
+            raise CapabilityError(
+                "causal differs between the requests of a step, which flashpage plans for diffusion models alone, not "
+                "with ALiBi, windows shorter than the canvas or decode context parallelism. "
+                "Choose another attention backend."
+            )
+        self._flags.take(common.causal[:requests])
+        return self._rows(use, common, (0, requests), end, False)
 
     def _on_host(self, common: Any, lens: torch.Tensor, is_causal: bool) -> PagedRows:
         """All rows."""

@@ -23,5 +23,5 @@ class Step:
 
     @property
     def causal(self) -> bool:
-        """A drafter of vLLM whose rows see later tokens checks that this is False."""
-        return bool(self.common.causal)
+        """A drafter of vLLM whose rows see later tokens checks that this is False; so it is if requests differ."""
+        return not isinstance(self.common.causal, torch.Tensor) and bool(self.common.causal)
