@@ -129,7 +129,7 @@ def test_engine_and_worker_in_processes_of_their_own(
 
 def test_two_ranks(folder: Path, models: dict[str, Path], expected: dict[str, Any]) -> None:
     """Each rank has half of the heads, in a process of its own; they meet by gloo."""
-    own = {"FLASHPAGE_VLLM": "on", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    own = {"FLASHPAGE_VLLM": "on", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     given = environment(folder, CPU, entry_points(folder), **own)
     (found,) = answers(folder, [{"model": str(models["llama"])}], given, tensor_parallel_size=2)
     assert found["attention"] == [OURS]

@@ -26,8 +26,10 @@ def register() -> None:
         add = getattr(server_args, f"add_{kind}_backend_choices", None)
         if add is not None:
             add([NAME])
-    model_runner.add_mla_attention_backend(NAME)
-    model_runner.add_chunked_prefix_cache_attention_backend(NAME)
+    for kind in ("mla", "chunked_prefix_cache"):  # newer versions have no list for MLA
+        add = getattr(model_runner, f"add_{kind}_attention_backend", None)
+        if add is not None:
+            add(NAME)
     hooks.register()
 
 
