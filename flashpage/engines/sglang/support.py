@@ -29,7 +29,17 @@ def check_arguments(arguments: Any) -> None:
             "Choose another --attention-backend, or --dcp-size 1."
         )
     if serves_model:
-        check_model(arguments.get_model_config(), arguments.speculative_eagle_topk or 0)
+        check_model(_model_config_of(arguments), arguments.speculative_eagle_topk or 0)
+
+
+def _model_config_of(arguments: Any) -> Any:
+    """SGLang's ModelConfig; newer versions have a function in place of the method."""
+    find = getattr(arguments, "get_model_config", None)
+    if find is None:
+        from sglang.srt.arg_groups.model_override_base import model_config_of
+
+        return model_config_of(arguments)
+    return find()
 
 
 def has_latent_rows(config: Any) -> bool:
