@@ -113,7 +113,8 @@ def engine_table(lines: list[Line]) -> str:
             cells = [f"{own[kind]:,.0f}" for kind in kinds]
             rows.append([line["case"], line["ranks"], label, *cells, *words])
     header = ["trace", "cards", "attention", "new/s", "decode/s", "prefill/s", "ratio", "of decode", "of prefill"]
-    return table(header, rows)
+    words = "Whole runs of an engine by its host's clock; decode leaves out the time to the first tokens."
+    return f"{words} Ratios are flashpage's rate to that of the best other backend.\n\n{table(header, rows)}"
 
 
 TABLES = {"host": host_table, "sglang": engine_table}  # of other sections: card_table
