@@ -291,6 +291,8 @@ def test_arguments_that_cannot_be_served() -> None:
     for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         with pytest.raises(ValueError, match="DeepSeek sparse attention"):
             support.check_arguments(fake_sglang.server_args(**{"attention_backend": "fa3", name: "flashpage"} | sparse))
+    with pytest.raises(ValueError, match="DeepSeek sparse attention"):  # newer versions have no method for it
+        support.check_arguments(fake_sglang.server_args(model_config=config))
     draft = {"speculative_draft_attention_backend": "flashpage"}  # another model, which its runner checks
     support.check_arguments(fake_sglang.server_args(attention_backend="fa3", **draft | sparse))
     support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", attention_backend="fa3", **sparse))

@@ -146,6 +146,7 @@ _HANDLERS = {
     "handle_attention_triton": lambda attention, batch: "triton",
 }
 _MODULES: dict[str, dict[str, Any]] = {
+    "sglang.srt.arg_groups.model_override_base": {"model_config_of": lambda arguments: arguments.model_config},
     "sglang": {"__version__": TESTED["sglang"][-1]},
     "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
     "sglang.srt.layers.radix_attention": {"RadixAttention": RadixAttention},
