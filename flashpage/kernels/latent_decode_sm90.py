@@ -20,8 +20,6 @@ def _tile(work: Work) -> Tile:
 
 
 def only_latent_rows(work: Work) -> str | None:
-    if work.options.is_selected:
-        return "it reads no lists of tokens"
     return None if work.options.is_latent else "it reads latent rows (MLA)"
 
 

@@ -28,7 +28,10 @@ def are_whole(page_size: int, *row_bytes: int) -> bool:
 
 
 def boxes_or_rows(options: Options) -> str:
-    """KernelSpec.loader: boxes by tensor maps, or single rows if pages are small or rows are not whole."""
+    """KernelSpec.loader: boxes by tensor maps, or single rows if pages are small, rows are not whole, or a list names
+    tokens."""
+    if options.is_selected:
+        return "rows"
     row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
     return "boxes" if are_whole(options.page_size, *row_bytes) else "rows"
 

@@ -13,7 +13,7 @@ import torch
 from cases.case import Case
 from cases.latent import latent_case
 from host_maps import Map, map_of
-from host_plans import plan_of
+from host_plans import listed, plan_of
 from inputs import Inputs, make_inputs, reference_states
 from native_build import shared_library
 from tolerance import limits
@@ -54,6 +54,7 @@ TRANSPOSED_CASES = [
         num_q_heads=20,
     ),
     latent_case("512-0", "rows without a tail", (1, 2), (90, 130), head_dim=512, num_q_heads=16, causal=True),
+    latent_case("selected", "lists with gaps", (2, 1), (190, 70), selected="padded", sinks=True),
     latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
 ]
 COLUMNS_CASES = [
@@ -64,6 +65,8 @@ COLUMNS_CASES = [
     ),
     latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, **_ROWS_64),
     latent_case("page-3", "single rows, causal", (1, 2), (70, 129), page_size=3, causal=True, num_q_heads=40),
+    latent_case("selected", "lists with gaps", (2, 1), (190, 70), selected="padded", page_size=64, **_ROWS_64),
+    latent_case("selected-two", "known lengths", (1, 2), (140, 70), selected="lengths", sinks=True, num_q_heads=96),
     latent_case("256-64", "fp16", (1,), (290,), head_dim=320, head_dim_vo=256, q_dtype="float16", num_q_heads=40),
     latent_case(
         "512-0", "rows without a tail, a negative scale", (1,), (190,), head_dim=512, sm_scale=-0.1, **_ROWS_64
@@ -87,7 +90,7 @@ ROWS += ((BY_COLUMNS, case) for case in COLUMNS_CASES)
 def spec_of(kernel: AttentionKernel, case: Case) -> KernelSpec:
     dtype, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.out_type))
     sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
-    options = Options("latent", *sizes, dtype, dtype, out, causal=case.causal)
+    options = Options("selected" if case.selected else "latent", *sizes, dtype, dtype, out, causal=case.causal)
     work = Work(Problem(options, case.num_q_heads * max(case.q_lens)), devices.H200)
     assert not kernel.refusals(work)
     return kernel.spec(work)
@@ -102,7 +105,7 @@ def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
     tile = {name: getattr(spec.tile, name) for name in ("warps_q", "warps_kv", "warps_v", "stages", "ctas")}
     tile["tile_q"] = spec.tile.tile_q // spec.ctas
     values |= {name.upper(): value for name, value in tile.items()}
-    values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim}
+    values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim, "KV_SOURCE": spec.kv_source}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return ctypes.CDLL(str(shared_library("latent_kernel.cpp", first_include="hopper", flags=flags)))
 
@@ -114,7 +117,9 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
     first, second = (half.squeeze(2) for half in inputs.cache.argument("cpu"))
     out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
     lse = torch.full((len(q), case.num_q_heads), math.nan)
-    planned, sinks, size = plan_of(case, inputs, spec.tile.tile_q, cut), inputs.sinks, first.element_size()
+    planned_case, planned_inputs = listed(case, inputs) if case.selected else (case, inputs)
+    planned, sinks = plan_of(planned_case, planned_inputs, spec.tile.tile_q, cut), inputs.sinks
+    indices, size = planned_inputs.indices, first.element_size()
     row_bytes = (case.value_dim * size, (case.head_dim - case.value_dim) * size)
     box = loader_tokens(spec.loader, case.page_size, spec.tile.tile_kv, *row_bytes)
     q_scale, k_scale = torch.tensor([0.5]), torch.tensor([4.0])  # on cards they are tensors
@@ -128,7 +133,7 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
         q_head_stride=q.stride(1),
         out_row_stride=out.stride(0),
         out_head_stride=out.stride(1),
-        kv_indices=inputs.indices.data_ptr(),
+        kv_indices=indices.data_ptr(),
         plan=planned.data.ctypes.data,
         partial_out=planned.partial_out.data_ptr(),
         partial_lse=planned.partial_lse.data_ptr(),
@@ -142,7 +147,7 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
         group=native.make_fast_div(case.num_q_heads),
         page=native.make_fast_div(case.page_size),
         box_tokens=box,
-        num_kv_indices=len(inputs.indices),
+        num_kv_indices=indices.numel(),
     )
     for view, half in ((params.k, first), (params.v, second)):
         view.data = half.data_ptr()

@@ -62,15 +62,7 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
     q, (first, second) = torch.cat(inputs.q), (half.squeeze(2) for half in inputs.cache.argument("cpu"))
     out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
     lse = torch.full((len(q), case.num_q_heads), math.nan)
-    indices, sinks, planned_case, planned_inputs = inputs.indices, inputs.sinks, case, inputs
-    if case.selected:  # each row is a request of the plan, and its list the pages
-        assert inputs.masks is not None
-        indices, lengths = latent_rows.lists(case, inputs.indptr, indices, inputs.masks)
-        rows, topk = indices.shape
-        lens = (topk,) * rows if lengths is None else tuple(lengths.tolist())
-        planned_case = dataclasses.replace(case, q_lens=(1,) * rows, kv_lens=lens)
-        starts = torch.arange(rows + 1)
-        planned_inputs = dataclasses.replace(inputs, qo_indptr=starts, indptr=starts * topk)
+    sinks, (planned_case, planned_inputs) = inputs.sinks, listed(case, inputs) if case.selected else (case, inputs)
     planned = plan_of(planned_case, planned_inputs, spec.rows, cut)
     params = native.AttentionParams(
         q=q.data_ptr(),
@@ -80,7 +72,7 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
         q_head_stride=q.stride(1),
         out_row_stride=out.stride(0),
         out_head_stride=out.stride(1),
-        kv_indices=indices.data_ptr(),
+        kv_indices=planned_inputs.indices.data_ptr(),
         plan=planned.data.ctypes.data,
         partial_out=planned.partial_out.data_ptr(),
         partial_lse=planned.partial_lse.data_ptr(),

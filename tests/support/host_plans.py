@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import latent_rows
 import numpy as np
 import torch
 from cases.case import Case
@@ -23,6 +24,17 @@ class Planned:
     num_ctas: int
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
+
+
+def listed(case: Case, inputs: Inputs) -> tuple[Case, Inputs]:
+    """A selected case as its plan sees it: each row is a request, and its list the pages."""
+    assert inputs.masks is not None
+    indices, lengths = latent_rows.lists(case, inputs.indptr, inputs.indices, inputs.masks)
+    rows, topk = indices.shape
+    lens = (topk,) * rows if lengths is None else tuple(lengths.tolist())
+    starts = torch.arange(rows + 1)
+    case = dataclasses.replace(case, q_lens=(1,) * rows, kv_lens=lens)
+    return case, dataclasses.replace(inputs, qo_indptr=starts, indptr=starts * topk, indices=indices)
 
 
 def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:

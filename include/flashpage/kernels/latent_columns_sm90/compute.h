@@ -112,7 +112,7 @@ struct ColumnsCompute {
     for (int block = 0; block + 1 < blocks; ++block, ++now) {
       issue_keys(state.product, now + 1);
       Fragments probabilities;
-      make_probabilities(state, probabilities, block, true);
+      make_probabilities(state, probabilities, block, now, true);
       clear_hidden(state.place, block, now);
       issue_values(state.values, probabilities, now);
       ptx::wgmma_wait<1>();
@@ -125,7 +125,7 @@ struct ColumnsCompute {
       shared.release(now, lane);
     }
     Fragments probabilities;
-    make_probabilities(state, probabilities, blocks - 1, true);
+    make_probabilities(state, probabilities, blocks - 1, now, true);
     add_values(state, probabilities, blocks - 1, now);
   }
   FP_DEVICE void multiply_keys(State& state, u32 of_use) {
@@ -145,7 +145,7 @@ struct ColumnsCompute {
       const bool goes_on = block + 2 < blocks;
       if (!goes_on) release_query();
       Fragments probabilities;
-      make_probabilities(state, probabilities, block, goes_on);
+      make_probabilities(state, probabilities, block, use + block, goes_on);
       add_values(state, probabilities, block, use + block);
     }
     if (blocks <= group) release_query();
@@ -221,19 +221,33 @@ struct ColumnsCompute {
   FP_DEVICE static float softmax_scale(const State& state) { return softmax_scale_of<Traits>(state.place.scale, {}); }
 
   // `releases`: whether the other CTA may send the next block's sums at once.
-  FP_DEVICE void make_probabilities(State& state, Fragments& probabilities, int block, bool releases) {
+  FP_DEVICE void make_probabilities(State& state, Fragments& probabilities, int block, u32 of_use, bool releases) {
     exchange.receive(state.scores);
     if (releases) exchange.release();
     prepare_scores<Traits>(state.scores, state.place, rows_of(state.place), state.place.first_token + block * tokens);
+    if constexpr (Shared::is_selected) hide_missing(state.scores, shared.present[Shared::slot(of_use)]);
     if (state.softmax.raise(state.scores, softmax_scale(state), state.factor))
       state.softmax.rescale(state.values, state.factor);
     state.softmax.exponentiate(state.scores, softmax_scale(state));
     pack_probabilities<Cache>(state.scores, probabilities);
   }
 
-  // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. Scores of
-  // these tokens are hidden, so a product of keys may read either. A block's readers clear it together.
+  // Hides the places of a list that have no token.
+  FP_DEVICE void hide_missing(Scores& scores, const typename Shared::Present (&present)[tokens / 32]) const {
+    if ((present[0].bits & present[1].bits) == 0xffffffff) return;
+#pragma unroll
+    for (int n = 0; n < tokens / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (!present[n / 4].has(n % 4 * 8 + lane % 4 * 2 + e))
+          scores[0][n][e] = scores[0][n][e + 2] = ptx::negative_infinity();
+  }
+
+  // Clears the values of tokens that the unit does not have but boxes have brought: their memory may hold NaN, and 0 *
+  // NaN is NaN. Scores of these tokens are hidden, so a product of keys may read either. A block's readers clear it
+  // together.
   FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use) const {
+    if constexpr (!Shared::by_boxes) return;
     const Unit& unit = place.place.unit;
     const i32 first = place.first_token + block * tokens;
     if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;

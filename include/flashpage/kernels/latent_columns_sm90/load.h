@@ -95,6 +95,7 @@ struct ColumnsRows {
   using Cache = typename Traits::Cache;
   using Columns = PartColumns<Traits, part>;
   using Rows = KvRows<Traits::kv_source>;
+  using Present = typename Shared::Present;
   static constexpr int tokens = Shared::tokens, groups = tokens / 32;
   static constexpr int chunks = Columns::panels * Columns::stride / 16;  // of a row
 
@@ -113,17 +114,26 @@ struct ColumnsRows {
 
   FP_DEVICE void load(int block, u32 use) {
     const Rows rows(params, place->place.item.kv_offset);
+    const i32 count = place->place.unit.kv_end - place->first_token - block * tokens;
     u64 mine[groups];
+    Present present[groups];
 #pragma unroll
-    for (int group = 0; group < groups; ++group)
+    for (int group = 0; group < groups; ++group) {
+      present[group] = Present::of_lanes(count - group * 32, found[group]);
+      if constexpr (Shared::is_selected) found[group] = max_of(found[group], 0);
       mine[group] = reinterpret_cast<u64>(rows.template row<Cache>(Columns::view(params), found[group],
                                                                    token_of(block, group), 0, Columns::first_column()));
+    }
     look_up(block + 1);
-    const i32 count = place->place.unit.kv_end - place->first_token - block * tokens;
     shared.wait_empty(use);
 #pragma unroll
     for (int group = 0; group < groups; ++group)
-      copy(shared.block(use) + group * 32 * Columns::stride, mine[group], count - group * 32);
+      copy(shared.block(use) + group * 32 * Columns::stride, mine[group], present[group]);
+    if (Shared::is_selected && part == ColumnsPart::first && threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int group = 0; group < groups; ++group) shared.present[Shared::slot(use)][group] = present[group];
+      ptx::mbarrier_arrive(shared.full_barrier(use, part));
+    }
     ptx::mbarrier_arrive_after_copies(shared.full_barrier(use, part));
   }
 
@@ -140,8 +150,8 @@ struct ColumnsRows {
       found[group] = place->place.unit.kv_end > 0 ? rows.look_up(token_of(block, group)) : 0;
   }
 
-  // Copies 32 rows, of which `count` exist; others become zero. `mine`: the row of this lane's token.
-  FP_DEVICE static void copy(u32 to, u64 mine, i32 count) {
+  // Copies the rows of those of 32 tokens that exist; others become zero. `mine`: the row of this lane's token.
+  FP_DEVICE static void copy(u32 to, u64 mine, Present present) {
     constexpr int rows_a_pass = 32 / chunks, batch = 2;
     static_assert(32 % chunks == 0 && 32 % (batch * rows_a_pass) == 0);
     const int lane = threadIdx.x % 32, lane_row = lane / chunks, lane_chunk = lane % chunks;
@@ -158,7 +168,7 @@ struct ColumnsRows {
         const int row = begin + i * rows_a_pass + lane_row;
         const u32 here = Columns::is_tail ? Tile::tail_offset(row, lane_chunk)
                                           : Columns::offset + Tile::chunk_offset(row, lane_chunk);
-        ptx::cp_async<16>(to + here, reinterpret_cast<const void*>(from[i]), row < count, policy);
+        ptx::cp_async<16>(to + here, reinterpret_cast<const void*>(from[i]), present.has(row), policy);
       }
     }
   }

@@ -20,6 +20,8 @@ struct ColumnsShared {
   static constexpr int readers = takes_turns ? WideWarps::group : WideWarps::computing;  // warps, of a slot
   static constexpr int slots_ahead = Traits::stages, places_ahead = 2;
   static constexpr bool by_boxes = Traits::loader == Loader::boxes;
+  static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
+  using Present = PresentTokens<Traits::kv_source>;
   static_assert(Traits::tile_kv == tokens && Traits::ctas == 2 && unit_rows % group_rows == 0 && row_tiles <= 2);
 
   alignas(1024) u8 query[row_tiles][Tile::bytes];
@@ -27,6 +29,7 @@ struct ColumnsShared {
   // The other CTA's sums of scores, for each thread of a warpgroup. They also pass values between the warpgroups.
   alignas(128) float4 received[WideWarps::groups][tokens / 8][32 * WideWarps::group];
   float2 states[WideWarps::groups][group_rows];  // maxima and sums, where warpgroups take turns
+  Present present[is_selected ? slots_ahead : 1][tokens / 32];  // of a slot
   WidePlace places[places_ahead];
   PlaceCursor cursor;
   u64 full[slots_ahead][columns_parts];
@@ -38,7 +41,8 @@ struct ColumnsShared {
   // Called by one thread.
   FP_DEVICE void init() {
     for (auto& slot : full)
-      for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), by_boxes ? 1 : 32);
+      for (u64& barrier : slot)  // the first part's warp also writes `present`
+        ptx::mbarrier_init(ptx::shared_address(&barrier), by_boxes ? 1 : is_selected && &barrier == slot ? 33 : 32);
     for (u64& barrier : empty) ptx::mbarrier_init(ptx::shared_address(&barrier), readers);
     for (u64& barrier : scores_full) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
     for (u64& barrier : scores_read) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);

@@ -74,8 +74,11 @@ struct LatentCompute {
       if (thread == 0 && slot + 1 == slotted.slots) others_were_done = LatentMerge<Traits>(slotted).others_are_done();
       shared.ring.wait_full(use + slot);
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
-      if (first < unit.kv_begin || first + tokens > unit.kv_end) clear_hidden(tile, unit, first);
-      if constexpr (Traits::loader == Loader::rows) ptx::fence_before_products();
+      if constexpr (Traits::loader == Loader::rows) {
+        ptx::fence_before_products();
+      } else if (first < unit.kv_begin || first + tokens > unit.kv_end) {
+        clear_hidden(tile, unit, first);
+      }
       Scores scores;
       multiply_keys(scores, tile, query_tile);
       add_other_half(scores);
@@ -83,7 +86,11 @@ struct LatentCompute {
       for (int n = 0; n < tiles; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
-      if (first < unit.all_begin || first + tokens > unit.all_end) mask(scores, item, unit, first);
+      if constexpr (Shared::is_selected) {
+        hide_missing(scores, shared.present[shared.ring.slot(use + slot)][warp / 2]);
+      } else if (first < unit.all_begin || first + tokens > unit.all_end) {
+        mask(scores, item, unit, first);
+      }
       float factor[tiles][2];
       const auto vote = [&](bool outgrown) { return ptx::named_barrier_or(team_barrier(), team_threads, outgrown); };
       if (state.raise(scores, shared.top[team], warp, lane, factor, vote)) rescale(values, factor);
@@ -184,6 +191,16 @@ struct LatentCompute {
       }
   }
 
+  // Hides the places of a list that have no token; a row that lists its tokens sees all others.
+  FP_DEVICE void hide_missing(Scores& scores, typename Shared::Present present) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (present.has(warp % 2 * 16 + h * 8 + lane / 4)) continue;
+#pragma unroll
+      for (int n = 0; n < tiles; ++n) scores[n][h * 2] = scores[n][h * 2 + 1] = ptx::negative_infinity();
+    }
+  }
+
   // Writes P^T as the product reads it: a row for each packed row, with the tokens side by side. Both teams have the
   // same probabilities, and each writes half of them.
   FP_DEVICE void store_probabilities(const Scores& scores) const {
@@ -202,7 +219,8 @@ struct LatentCompute {
     }
   }
 
-  // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN.
+  // Clears the values of tokens that the unit does not have but boxes have brought: their memory may hold NaN, and
+  // 0 * NaN is NaN.
   FP_DEVICE void clear_hidden(u8* tile, const Unit& unit, i32 first) const {
     constexpr int chunks = Traits::head_dim_vo / 8;
     constexpr int threads = 32 * Warps::computing;

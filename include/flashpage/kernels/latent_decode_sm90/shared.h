@@ -4,6 +4,7 @@
 #include "flashpage/tile/layout/slot_halves.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/load/copy.h"
+#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/load/slotted_place.h"
 
 namespace flashpage {
@@ -26,6 +27,8 @@ struct LatentShared {
   using Warps = LatentWarps;
   static constexpr int tokens = Traits::tile_kv;  // of one slot: rows of a product
   static constexpr int rows = Traits::tile_q;     // of a unit: columns of a product
+  static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
+  using Present = PresentTokens<Traits::kv_source>;
   using Slot = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;
   using QueryRows = SwizzledRows<Cache, Traits::head_dim_qk, rows>;
   using Probabilities = SwizzledRows<Cache, tokens, rows>;  // a row of q has the slot's tokens
@@ -60,6 +63,7 @@ struct LatentShared {
   alignas(1024) u8 probabilities[Probabilities::tile_bytes];
   alignas(128) float4 exchange[Warps::teams][rows / 8][32 * Warps::team];        // of each team's sums of scores
   i32 pages_ahead[Traits::loader == Loader::rows ? Traits::stages : 1][tokens];  // of LatentRows
+  Present present[is_selected ? Traits::stages : 1][tokens / 32];                // of a slot
   float top[Warps::teams][Warps::team][rows];                                    // maxima of the warps' scores
   float sum[Warps::teams][Warps::team][rows];
   SlottedPlace places[places_ahead];

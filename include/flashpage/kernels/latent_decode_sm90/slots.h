@@ -123,7 +123,8 @@ struct LatentRows {
   using Cache = typename Traits::Cache;
   using Rows = KvRows<Traits::kv_source>;
   static constexpr int warps = LatentWarps::slot_loaders, share = Shared::tokens / warps;
-  static constexpr int arrivals = 32 * warps;
+  static constexpr bool is_selected = Shared::is_selected;
+  static constexpr int arrivals = (is_selected ? 32 + 1 : 32) * warps;  // of the lanes' copies, and for `present`
   static_assert(share == 32);
   // One copy of a warp is a panel of four rows. A lane has the same chunk of each panel, so that the copies of four
   // rows differ in constants only.
@@ -165,11 +166,13 @@ struct LatentRows {
     const Rows rows(params, source.offset);
     i32* ahead = shared.pages_ahead[at] + warp * share + lane;
     shared.ring.wait_empty(use);
-    const i32 found = slot < Traits::stages ? source.found[0] : *ahead;
+    i32 found = slot < Traits::stages ? source.found[0] : *ahead;
     const i32 token = min_of(token_of(source, slot), max_of(source.kv_end - 1, 0));
+    const i32 count = source.kv_end - source.first_token - slot * Shared::tokens;
+    const auto present = Shared::Present::of_lanes(count, found);
+    if constexpr (is_selected) found = max_of(found, 0);
     const u64 first = reinterpret_cast<u64>(rows.template row<Cache>(params.k, found, token, source.kv_head));
     const u64 second = reinterpret_cast<u64>(rows.template row<Cache>(params.v, found, token, source.kv_head));
-    const i32 count = source.kv_end - source.first_token - slot * Shared::tokens;
     const int lane_row = lane / 8, lane_chunk = lane % 8;
     const u32 to = ptx::shared_address(shared.slots[at]) + Slot::chunk_offset(warp * share + lane_row, lane_chunk);
 #pragma unroll
@@ -188,7 +191,7 @@ struct LatentRows {
       for (int i = 0; i < batch; ++i) {
         const int row = (begin + i) * rows_a_copy;
         const u32 here = (to ^ (row & 7) * 16) + row * Slot::stride;
-        const bool exists = row + lane_row < count;
+        const bool exists = present.has(row + lane_row);
 #pragma unroll
         for (int panel = 0; panel < first_panels; ++panel)
           ptx::cp_async<16>(here + panel * Slot::panel_bytes, reinterpret_cast<const u8*>(first_from[i]) + panel * 128,
@@ -200,6 +203,10 @@ struct LatentRows {
     }
     const i32 later = token_of(source, slot + Traits::stages);
     if (later < source.kv_end) ptx::cp_async<4>(ptx::shared_address(ahead), rows.place(later), true);
+    if (is_selected && lane == 0) {
+      shared.present[at][warp] = present;
+      ptx::mbarrier_arrive(shared.ring.full_barrier(use));
+    }
     ptx::mbarrier_arrive_after_copies(shared.ring.full_barrier(use));
 #pragma unroll
     for (int i = 0; i + 1 < Traits::stages; ++i) source.found[i] = source.found[i + 1];

@@ -8,7 +8,7 @@ namespace flashpage {
 // other, a latent slot is a tile of K's rows, whose first panels are V.
 template <class Traits, int tokens>
 struct SlotHalves {
-  static constexpr bool is_latent = Traits::kv_source == KvSource::latent;
+  static constexpr bool is_latent = flashpage::is_latent<Traits::kv_source>;
   static constexpr int first_columns = is_latent ? Traits::head_dim_vo : Traits::head_dim_qk;
   static constexpr int second_columns = is_latent ? Traits::head_dim_qk - Traits::head_dim_vo : Traits::head_dim_vo;
   using First = LineRows<Traits::layout, typename Traits::Cache, first_columns, tokens>;

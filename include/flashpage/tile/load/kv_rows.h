@@ -22,6 +22,26 @@ struct BoxOrigin {
   i32 row;  // of the page; ragged: of the tensor
 };
 
+// Which of 32 tokens exist: the first `count`. `found` is what look_up found for the lane's token.
+template <KvSource source>
+struct PresentTokens {
+  i32 count;
+
+  FP_DEVICE static PresentTokens of_lanes(i32 count, i32) { return {count}; }
+  FP_DEVICE bool has(int token) const { return token < count; }
+};
+
+// A list may have gaps, so there is a bit for each token.
+template <>
+struct PresentTokens<KvSource::selected> {
+  u32 bits;
+
+  FP_DEVICE static PresentTokens of_lanes(i32 count, i32 found) {
+    return {__ballot_sync(0xffffffff, static_cast<i32>(threadIdx.x % 32) < count && found >= 0)};
+  }
+  FP_DEVICE bool has(int token) const { return (bits >> token & 1) != 0; }
+};
+
 // Looks up the page of a token, and later computes the address of the token's row in K or V. The lookup is the only
 // load on which the copy depends, so kernels issue it at least one tile earlier.
 template <KvSource source>
@@ -58,7 +78,10 @@ struct KvRows {
   template <class Element>
   FP_DEVICE const Element* row(const KvView& view, i32 found, i32 token, i32 head, i32 column = 0) const {
     i64 offset = head * view.head_stride + column;
-    if constexpr (source != KvSource::ragged) {
+    if constexpr (source == KvSource::selected) {
+      const CacheSlot at = slot(found, token);
+      offset += at.page * view.page_stride + at.in_page * view.token_stride;
+    } else if constexpr (source != KvSource::ragged) {
       u32 in_page = token - page.div(token) * page.divisor;
       offset += found * view.page_stride + in_page * view.token_stride;
     } else {
