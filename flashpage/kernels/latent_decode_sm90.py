@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from . import wgmma_source
+from . import latent_formats, wgmma_source
 from .kernel import HALF, AttentionKernel, attention_traits, capability, dtypes
+from .options import Options
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
@@ -39,9 +40,24 @@ def plain(work: Work) -> str | None:
     return None if is_plain else "it has no custom masks, variants, soft caps or rotations"
 
 
+def _stored(work: Work) -> str | None:
+    """Rows in fp8 are converted in pieces of 16 bytes, to whole panels."""
+    options = work.options
+    if options.latent_format == latent_formats.PLAIN:
+        return same_type(work)
+    tail = options.head_dim_qk - options.head_dim_vo
+    if options.head_dim_vo in (256, 512) and tail in (0, 64):
+        return None
+    return f"it converts fp8 rows of 256 or 512 and 0 or 64 columns, not {options.head_dim_vo} and {tail}"
+
+
 def same_type(work: Work) -> str | None:
     options = work.options
     return None if options.kv_dtype is options.q_dtype else f"it reads no latent rows of {options.kv_dtype.value}"
+
+
+def _loader(options: Options) -> str:
+    return boxes_or_rows(options) if options.latent_format == latent_formats.PLAIN else "rows"
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
@@ -60,7 +76,9 @@ def _cost(work: Work, tile: Tile) -> Cost:
 
 def traits(spec: KernelSpec) -> tuple[str, ...]:
     products = (f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ValueProduct"))
-    return (*attention_traits(spec, spec.q_dtype, spec.kv_dtype, "swizzled"), *products)
+    # The tiles in shared memory have the queries' type.
+    latent_format = f"static constexpr LatentFormat latent_format = LatentFormat::{spec.latent_format};"
+    return (*attention_traits(spec, spec.q_dtype, spec.q_dtype, "swizzled"), *products, latent_format)
 
 
 KERNEL = AttentionKernel(
@@ -69,10 +87,10 @@ KERNEL = AttentionKernel(
     cpp="LatentDecodeSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=HALF), same_type, _columns, plain),
+    accepts=(capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=HALF), _stored, _columns, plain),
     tile=_tile,
     cost=_cost,
-    loader=boxes_or_rows,
+    loader=_loader,
     row_alignment=16,
     merges_in_launch=True,
     sources=wgmma_source.render_transposed,

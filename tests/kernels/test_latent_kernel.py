@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import latent_rows
 import pytest
 import torch
 from cases.case import Case
@@ -32,6 +33,8 @@ from flashpage.kernels.work import Problem, Work
 _EDGES = (0, 1, 17, 63, 64, 65, 129, 200)
 _ONES = (1,) * len(_EDGES)
 _ROWS_64, _ROWS_96 = {"num_q_heads": 64}, {"num_q_heads": 96}
+_LISTED: dict[str, Any] = {"selected": "padded", "sinks": True, "page_size": 64}
+_MISTRAL: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "q_dtype": "float16", "head_dim": 320, "head_dim_vo": 256}
 TRANSPOSED, WIDE = latent_decode_sm90.KERNEL, latent_wide_sm90.KERNEL
 BY_COLUMNS = latent_columns_sm90.KERNEL
 # Few builds: rows with the same types, sizes, loader and rows of a unit share one.
@@ -55,6 +58,10 @@ TRANSPOSED_CASES = [
     ),
     latent_case("512-0", "rows without a tail", (1, 2), (90, 130), head_dim=512, num_q_heads=16, causal=True),
     latent_case("selected", "lists with gaps", (2, 1), (190, 70), selected="padded", sinks=True),
+    latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), row_format="deepseek_v32-uneven", **_LISTED),
+    latent_case("v32-pages", "the same in pages", _ONES, _EDGES, row_format="deepseek_v32", num_q_heads=8, causal=True),
+    latent_case("v4", "rows of 584 bytes", (2,), (140,), row_format="deepseek_v4", head_dim=512, **_LISTED),
+    latent_case("tokens", "scales of tokens, fp16", (1,), (170,), row_format="tokens", **_MISTRAL),
     latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
 ]
 COLUMNS_CASES = [
@@ -88,9 +95,7 @@ ROWS += ((BY_COLUMNS, case) for case in COLUMNS_CASES)
 
 
 def spec_of(kernel: AttentionKernel, case: Case) -> KernelSpec:
-    dtype, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.out_type))
-    sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
-    options = Options("selected" if case.selected else "latent", *sizes, dtype, dtype, out, causal=case.causal)
+    options = latent_rows.options_of(case)
     work = Work(Problem(options, case.num_q_heads * max(case.q_lens)), devices.H200)
     assert not kernel.refusals(work)
     return kernel.spec(work)
@@ -106,6 +111,7 @@ def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
     tile["tile_q"] = spec.tile.tile_q // spec.ctas
     values |= {name.upper(): value for name, value in tile.items()}
     values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim, "KV_SOURCE": spec.kv_source}
+    values["LATENT_FORMAT"] = spec.latent_format
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return ctypes.CDLL(str(shared_library("latent_kernel.cpp", first_include="hopper", flags=flags)))
 
@@ -152,10 +158,13 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
     for view, half in ((params.k, first), (params.v, second)):
         view.data = half.data_ptr()
         view.page_stride, view.token_stride = half.stride()[:2]
+    if case.row_format:  # whose scales are those of elements
+        params.q_scale, params.k_scale, params.score_scale = None, None, case.score_scale
+    scales = latent_rows.run_arguments(case, inputs.cache, "cpu")  # which must live as long as params
+    latent_rows.set_scales(params, **scales)
     widths = (128, kernel.v_line_bytes or 128)
-    maps = (Map * 4)(
-        *(map_of(half.unsqueeze(2), (width, box, 1, 1)) for half, width in zip((first, second), widths, strict=True))
-    )
+    halves = zip((first, second), widths, strict=True) if box else ()
+    maps = (Map * 4)(*(map_of(half.unsqueeze(2), (width, box, 1, 1)) for half, width in halves))
     args = native.VariantArgs()
     left = library(kernel, case).run_latent(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
     if cut:

@@ -12,16 +12,14 @@ import pytest
 import torch
 from cases.case import Case
 from cases.latent import latent_case
-from host_plans import plan_of
+from host_plans import listed, plan_of
 from inputs import Inputs, make_inputs, reference_states
 from native_build import shared_library, traits_flags
 from tolerance import limits
 
 from flashpage import native
-from flashpage.base.dtypes import DType
-from flashpage.kernels import devices, latent_formats
+from flashpage.kernels import devices
 from flashpage.kernels.choose import choose_for_card
-from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.work import Problem
 
@@ -45,13 +43,7 @@ CASES = [
 
 
 def spec_of(case: Case, card: str) -> KernelSpec:
-    q, kv, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type, case.out_type))
-    head_dims = (case.value_dim, case.head_dim - case.value_dim)
-    stored = None if case.packed_format else kv
-    row_format, found = latent_formats.check_format(case.packed_format or None, stored, head_dims)
-    sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
-    source = "selected" if case.selected else "latent"
-    options = Options(source, *sizes, q, found or kv, out, causal=case.causal, latent_format=row_format)
+    options = latent_rows.options_of(case)
     spec = choose_for_card(Problem(options, case.num_q_heads * max(case.q_lens)), devices.named(card)).spec
     assert spec.kernel == "attention_sm80"
     return spec
@@ -90,7 +82,7 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
         view.data = half.data_ptr()
         view.page_stride, view.token_stride = half.stride()[:2]
     scales = latent_rows.run_arguments(case, inputs.cache, "cpu")
-    set_scales(params, **scales)
+    latent_rows.set_scales(params, **scales)
     args = native.VariantArgs()
     library = ctypes.CDLL(str(shared_library("latent_rows.cpp", first_include="hopper", flags=traits_flags(spec))))
     library.run_latent_rows(ctypes.byref(params), ctypes.byref(args), planned.num_ctas)
@@ -110,27 +102,6 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
         flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type] }", "-DBY_COLUMNS=1")
         ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
     return out, lse
-
-
-def set_scales(
-    params: native.AttentionParams, ckv_scale: Any = None, kpe_scale: Any = 1.0, ckv_scale_arr: Any = None
-) -> None:
-    """As Binding does."""
-    params.tail_scale = 1.0
-    if isinstance(ckv_scale, float):
-        params.score_scale, params.value_scale, params.tail_scale = (
-            params.score_scale * ckv_scale,
-            ckv_scale,
-            1 / ckv_scale,
-        )
-    elif ckv_scale is not None:
-        params.k_scale = ckv_scale.data_ptr()
-    if ckv_scale_arr is not None:
-        params.k_scale, params.k_scale_stride = ckv_scale_arr.data_ptr(), 1
-    if isinstance(kpe_scale, float):
-        params.tail_scale *= kpe_scale
-    else:
-        params.v_scale = kpe_scale.data_ptr()
 
 
 def check(case: Case, card: str, cut: int = 0) -> None:

@@ -1,6 +1,6 @@
 // All of a kernel over latent rows on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX
 // manual. For tests/kernels/test_latent_kernel.py, which sets HEADER, KERNEL, CACHE, OUT, TILE_Q, WARPS_Q,
-// WARPS_KV, WARPS_V, STAGES, CTAS, HEAD_DIM_QK, HEAD_DIM_VO, KV_SOURCE and LOADER.
+// WARPS_KV, WARPS_V, STAGES, CTAS, HEAD_DIM_QK, HEAD_DIM_VO, KV_SOURCE, LATENT_FORMAT and LOADER.
 #include HEADER
 
 #include "hopper.h"
@@ -92,6 +92,7 @@ struct Traits {
   using KeyProduct = ::KeyProduct;
   using ValueProduct = ::ValueProduct;
   static constexpr int head_dim_qk = HEAD_DIM_QK, head_dim_vo = HEAD_DIM_VO;
+  static constexpr LatentFormat latent_format = LatentFormat::LATENT_FORMAT;
   static constexpr KvSource kv_source = KvSource::KV_SOURCE;
   static constexpr Loader loader = Loader::LOADER;
   static constexpr MaskSource mask_source = MaskSource::implicit;

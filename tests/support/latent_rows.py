@@ -8,7 +8,10 @@ import torch
 from caches import Cache, Shape, write_pages
 from cases.case import Case
 
+from flashpage import native
+from flashpage.base.dtypes import DType
 from flashpage.kernels import latent_formats
+from flashpage.kernels.options import Options
 
 # Scales that change no digit, and others.
 _EVEN, _UNEVEN = (0.5, 1.0, 0.25, 1.0, 0.5), (0.3, 0.77, 0.9, 0.41, 0.6)
@@ -133,3 +136,35 @@ def lists(case: Case, indptr: torch.Tensor, indices: torch.Tensor, masks: list[t
     for row, slots in zip(listed, found, strict=True):
         row[torch.randperm(topk, generator=generator)[: len(slots)]] = slots.int()
     return listed, None
+
+
+def options_of(case: Case) -> Options:
+    """The options of a plan for the case."""
+    q, kv, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type, case.out_type))
+    head_dims = (case.value_dim, case.head_dim - case.value_dim)
+    stored = None if case.packed_format else kv
+    row_format, found = latent_formats.check_format(case.packed_format or None, stored, head_dims)
+    sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
+    source = "selected" if case.selected else "latent"
+    return Options(source, *sizes, q, found or kv, out, causal=case.causal, latent_format=row_format)
+
+
+def set_scales(
+    params: native.AttentionParams, ckv_scale: Any = None, kpe_scale: Any = 1.0, ckv_scale_arr: Any = None
+) -> None:
+    """As Binding does."""
+    params.tail_scale = 1.0
+    if isinstance(ckv_scale, float):
+        params.score_scale, params.value_scale, params.tail_scale = (
+            params.score_scale * ckv_scale,
+            ckv_scale,
+            1 / ckv_scale,
+        )
+    elif ckv_scale is not None:
+        params.k_scale = ckv_scale.data_ptr()
+    if ckv_scale_arr is not None:
+        params.k_scale, params.k_scale_stride = ckv_scale_arr.data_ptr(), 1
+    if isinstance(kpe_scale, float):
+        params.tail_scale *= kpe_scale
+    else:
+        params.v_scale = kpe_scale.data_ptr()

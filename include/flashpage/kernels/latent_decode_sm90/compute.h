@@ -14,7 +14,7 @@ namespace flashpage {
 
 template <class Traits>
 struct LatentCompute {
-  using Warps = LatentWarps;
+  using Warps = LatentWarps<Traits>;
   using Shared = LatentShared<Traits>;
   using Slot = typename Shared::Slot;
   using QueryRows = typename Shared::QueryRows;
@@ -67,7 +67,7 @@ struct LatentCompute {
     state.clear();
     if (params.sinks && item.piece == 0) begin_with_sinks(state, unit);
     others_were_done = false;
-    const float scale = score_scale_of<Traits>(params, unit);
+    const float scale = latent_score_scale<Traits>(params, unit);
     for (int slot = 0; slot < slotted.slots; ++slot) {
       const i32 first = slotted.first_token + slot * tokens;
       u8* tile = shared.slots[shared.ring.slot(use + slot)];
@@ -75,7 +75,7 @@ struct LatentCompute {
       shared.ring.wait_full(use + slot);
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
       if constexpr (Traits::loader == Loader::rows) {
-        ptx::fence_before_products();
+        if constexpr (!Shared::converts) ptx::fence_before_products();
       } else if (first < unit.kv_begin || first + tokens > unit.kv_end) {
         clear_hidden(tile, unit, first);
       }
@@ -87,7 +87,7 @@ struct LatentCompute {
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
       if constexpr (Shared::is_selected) {
-        hide_missing(scores, shared.present[shared.ring.slot(use + slot)][warp / 2]);
+        hide_missing(scores, shared.present[shared.ring.slot(use + slot)][warp * 16 / Shared::noted]);
       } else if (first < unit.all_begin || first + tokens > unit.all_end) {
         mask(scores, item, unit, first);
       }
@@ -195,7 +195,7 @@ struct LatentCompute {
   FP_DEVICE void hide_missing(Scores& scores, typename Shared::Present present) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (present.has(warp % 2 * 16 + h * 8 + lane / 4)) continue;
+      if (present.has(warp * 16 % Shared::noted + h * 8 + lane / 4)) continue;
 #pragma unroll
       for (int n = 0; n < tiles; ++n) scores[n][h * 2] = scores[n][h * 2 + 1] = ptx::negative_infinity();
     }

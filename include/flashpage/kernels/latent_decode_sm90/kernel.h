@@ -3,10 +3,11 @@
 // Products are transposed: S^T = K Q^T has 64 tokens as its rows and the unit's packed rows as its columns, and O^T +=
 // V^T P^T has 64 value columns as its rows. So the wide factors K and V^T are read from the slot as they arrived, each
 // once, and no row of a product is padding. Two warps load, one publishes the units, and two warpgroups (teams)
-// compute. They multiply every slot together, so that it is free again early: each sums half of the terms of the
+// compute; rows in fp8 are converted by a warpgroup of their own. They multiply every slot together, so that it is free again early: each sums half of the terms of the
 // scores, and has half of the value columns. Pieces of a cut unit are merged inside the launch (merge.h).
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/compute.h"
+#include "flashpage/kernels/latent_decode_sm90/convert.h"
 #include "flashpage/kernels/latent_decode_sm90/load.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"
@@ -18,7 +19,7 @@ template <class Given>
 struct LatentDecodeSm90 {
   using Traits = typename LatentStages<Given>::Traits;
   using Shared = LatentShared<Traits>;
-  using Warps = LatentWarps;
+  using Warps = LatentWarps<Traits>;
   using Load = LatentLoad<Traits>;
   static constexpr int threads = Warps::threads;
   static constexpr int ctas_per_sm = 1, cluster_rows = Traits::tile_q;
@@ -38,7 +39,10 @@ struct LatentDecodeSm90 {
       prefetch_indices(params);
     }
     __syncthreads();
-    if (loads) {
+    if (Shared::converts && loads && threadIdx.x >= Warps::first_converter * 32) {
+      ptx::take_registers<Warps::converting_registers>();
+      if constexpr (Shared::converts) LatentConvert<Traits>(shared, params).run();
+    } else if (loads) {
       ptx::give_registers_back<Warps::loading_registers>();
       load.run();
       ptx::grid_dependency_launch();
@@ -56,7 +60,8 @@ struct LatentDecodeSm90 {
       ptx::prefetch_tensor_map(maps.k);
       if constexpr (Traits::head_dim_qk > Traits::head_dim_vo) ptx::prefetch_tensor_map(maps.v);
     }
-    shared.ring.init(Load::SlotLoader::arrivals, Warps::computing);
+    shared.ring.init(Load::slot_arrivals, Warps::computing);
+    if constexpr (Shared::converts) shared.converted_ring.init(1, Warps::converters);
     shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
     ptx::mbarrier_init_fence();
   }

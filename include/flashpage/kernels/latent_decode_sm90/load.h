@@ -10,10 +10,11 @@ namespace flashpage {
 template <class Traits>
 struct LatentLoad {
   using Shared = LatentShared<Traits>;
-  using Warps = LatentWarps;
+  using Warps = LatentWarps<Traits>;
   using SlotLoader =
       typename select_type<(Traits::loader == Loader::boxes), LatentBoxes<Traits>, LatentRows<Traits>>::type;
   using Source = typename SlotLoader::Source;
+  static constexpr int slot_arrivals = Shared::converts ? Warps::converters : SlotLoader::arrivals;
 
   Shared& shared;
   const AttentionParams& params;
@@ -33,11 +34,12 @@ struct LatentLoad {
   }
 
   FP_DEVICE void run() {
-    if (warp >= Warps::slot_loaders && warp != Warps::publisher) return;
+    if (warp != Warps::publisher && (Shared::converts || warp >= Warps::slot_loaders)) return;
     PlaceCursor cursor;
     Place place;
     cursor.first(params, Traits::tile_q, from_plan_words<CtaStart>(0), place);
-    warp == Warps::publisher ? publish_all(cursor, place) : load_all(cursor, place);
+    if (warp == Warps::publisher) return publish_all(cursor, place);
+    if constexpr (!Shared::converts) load_all(cursor, place);
   }
 
  private:
@@ -79,12 +81,22 @@ struct LatentLoad {
     const SlotLoader loader(shared, params, maps);
     const PlanHeader header = from_plan_words<PlanHeader>(start_words);
     for (u32 unit_use = 0;; ++unit_use) {
+      if constexpr (Shared::converts) publish_converted(place, unit_use);
       publish(place, loader.box_shift, unit_use, header, cursor.cta);
       if (place.done) break;
       Place next;
       cursor.next(params, Traits::tile_q, 1, place, next);
       place = next;
     }
+  }
+
+  FP_DEVICE void publish_converted(const Place& place, u32 use) const {
+    shared.converted_ring.wait_empty(use);
+    if (lane != 0) return;
+    const LatentExtent extent(place.unit, 0, Shared::tokens);
+    shared.converted[shared.converted_ring.slot(use)] = {place.item.kv_offset, extent.first_token, place.unit.kv_end,
+                                                         extent.slots, place.done};
+    ptx::mbarrier_arrive(shared.converted_ring.full_barrier(use));
   }
 
   FP_DEVICE void publish(const Place& place, int box_shift, u32 use, const PlanHeader& header,

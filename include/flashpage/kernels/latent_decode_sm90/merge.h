@@ -12,7 +12,7 @@ namespace flashpage {
 template <class Traits>
 struct LatentMerge {
   using Shared = LatentShared<Traits>;
-  static constexpr int warps = LatentWarps::computing, threads = 32 * warps;
+  static constexpr int warps = LatentWarps<Traits>::computing, threads = 32 * warps;
   static constexpr int barrier = 1;  // name
 
   const MergeItem* item;

@@ -4,6 +4,7 @@
 #include "flashpage/kernels/latent_decode_sm90/state.h"
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/rcp.h"
+#include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/merge/epilogue.h"
 #include "flashpage/tile/softmax/softmax.h"
 
@@ -12,7 +13,7 @@ namespace flashpage {
 // A team has the state of all rows, and writes its own blocks of value columns.
 template <class Traits>
 struct LatentOutput {
-  using Warps = LatentWarps;
+  using Warps = LatentWarps<Traits>;
   using Shared = LatentShared<Traits>;
   static constexpr int barrier = 1;  // name of all teams' barrier, before those of the teams
   static constexpr int tiles = Shared::rows / 8, blocks = Shared::blocks / Warps::teams;  // of a team
@@ -29,7 +30,7 @@ struct LatentOutput {
     const int name = barrier + 1 + team;
     share_sums(state);
     ptx::named_barrier(name, 128);
-    const float value_scale = value_scale_of(params, unit.kv_head);
+    const float value_scale = latent_value_scale<Traits>(params, unit);
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
       float factor[2];

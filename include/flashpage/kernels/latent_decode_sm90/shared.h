@@ -9,26 +9,43 @@
 
 namespace flashpage {
 
-struct LatentWarps {
-  static constexpr int loading = 4;  // a warpgroup, because setmaxnreg works on warpgroups
+// Rows in fp8 have a second loading warpgroup, which converts them.
+template <bool converts>
+struct LatentWarpsOf {
+  static constexpr int loading = converts ? 8 : 4;  // warpgroups, because setmaxnreg works on warpgroups
   static constexpr int slot_loaders = 2, publisher = 3;
+  static constexpr int first_converter = 4, converters = converts ? 4 : 0;
   static constexpr int team = 4;   // a warpgroup, whose warps share the tokens of a slot
   static constexpr int teams = 2;  // share the columns of a slot
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place
-  static constexpr int loading_registers = 104;
-  static constexpr int computing_registers = 200;
+  static constexpr int loading_registers = converts ? 72 : 104;
+  static constexpr int converting_registers = 136;
+  static constexpr int computing_registers = converts ? 152 : 200;
+};
+template <class Traits>
+using LatentWarps = LatentWarpsOf<converts_latents<Traits>>;
+
+// A unit's tokens, as the converting warps see them.
+struct ConvertedUnit {
+  i64 offset;  // of the request's page numbers
+  i32 first_token, kv_end, slots;
+  bool done;  // no unit is left; the other fields are undefined
 };
 
 template <class Traits>
 struct LatentShared {
   using Cache = typename Traits::Cache;
-  using Warps = LatentWarps;
+  using Warps = LatentWarps<Traits>;
+  static constexpr bool converts = converts_latents<Traits>;
   static constexpr int tokens = Traits::tile_kv;  // of one slot: rows of a product
   static constexpr int rows = Traits::tile_q;     // of a unit: columns of a product
   static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
   using Present = PresentTokens<Traits::kv_source>;
+  // Tokens whose presence is noted together: the share of a loading warp.
+  static constexpr int noted = tokens / (converts ? Warps::converters : Warps::slot_loaders);
+  static constexpr int converted_ahead = 2, scale_bytes = 16;  // units; bytes of a row's scales, at most
   using Slot = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;
   using QueryRows = SwizzledRows<Cache, Traits::head_dim_qk, rows>;
   using Probabilities = SwizzledRows<Cache, tokens, rows>;  // a row of q has the slot's tokens
@@ -62,13 +79,16 @@ struct LatentShared {
   alignas(1024) u8 query[places_ahead][QueryRows::tile_bytes];
   alignas(1024) u8 probabilities[Probabilities::tile_bytes];
   alignas(128) float4 exchange[Warps::teams][rows / 8][32 * Warps::team];        // of each team's sums of scores
-  i32 pages_ahead[Traits::loader == Loader::rows ? Traits::stages : 1][tokens];  // of LatentRows
-  Present present[is_selected ? Traits::stages : 1][tokens / 32];                // of a slot
+  i32 pages_ahead[Traits::loader == Loader::rows && !converts ? Traits::stages : 1][tokens];  // of LatentRows
+  alignas(16) u8 scales[converts ? tokens : 1][scale_bytes];  // of the rows that are converted
+  Present present[is_selected ? Traits::stages : 1][tokens / noted];             // of a slot
   float top[Warps::teams][Warps::team][rows];                                    // maxima of the warps' scores
   float sum[Warps::teams][Warps::team][rows];
   SlottedPlace places[places_ahead];
+  ConvertedUnit converted[converted_ahead];
   SlotRing<Traits::stages> ring;
   SlotRing<places_ahead> place_ring;
+  SlotRing<converted_ahead> converted_ring;
   u32 is_last_piece;
 };
 

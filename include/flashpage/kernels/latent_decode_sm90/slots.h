@@ -25,7 +25,7 @@ template <class Traits>
 struct LatentBoxes {
   using Shared = LatentShared<Traits>;
   using Halves = SlotHalves<Traits, Shared::tokens>;
-  static constexpr int warps = LatentWarps::slot_loaders, share = Shared::tokens / warps;
+  static constexpr int warps = LatentWarps<Traits>::slot_loaders, share = Shared::tokens / warps;
   static constexpr int arrivals = warps;  // at a slot's barrier, in addition to the bytes
   static_assert(share == 32);             // tokens
 
@@ -122,7 +122,7 @@ struct LatentRows {
   using Slot = typename Shared::Slot;
   using Cache = typename Traits::Cache;
   using Rows = KvRows<Traits::kv_source>;
-  static constexpr int warps = LatentWarps::slot_loaders, share = Shared::tokens / warps;
+  static constexpr int warps = LatentWarps<Traits>::slot_loaders, share = Shared::tokens / warps;
   static constexpr bool is_selected = Shared::is_selected;
   static constexpr int arrivals = (is_selected ? 32 + 1 : 32) * warps;  // of the lanes' copies, and for `present`
   static_assert(share == 32);

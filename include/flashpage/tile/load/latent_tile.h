@@ -1,21 +1,13 @@
 // Tiles of latent rows in shared memory: copied row by row, and converted if the cache stores them in fp8.
 #pragma once
-#include "flashpage/params/latent_format.h"
-#include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/math.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/softmax/transform.h"
 
 namespace flashpage {
-
-// As score_scale_of; the scales of fp8 rows are applied to their elements.
-template <class Traits>
-FP_DEVICE float latent_score_scale(const AttentionParams& params, const Unit& unit) {
-  if constexpr (!converts_latents<Traits>) return score_scale_of<Traits>(params, unit);
-  return params.score_scale * log2_e;
-}
 
 // Copies chunks of `bytes` of one part of the rows; place(row, byte) returns the shared address.
 template <int bytes, int tokens, int threads, class Place>
@@ -29,29 +21,6 @@ FP_DEVICE void copy_latent_part(const u8* const (&from)[tokens], const bool (&ex
       const u32 row = i / chunks, byte = i % chunks * chunk;
       ptx::cp_async<chunk>(place(row, byte), from[row] + byte, exists[row]);
     }
-  }
-}
-
-FP_DEVICE float latent_scale(float scale) { return scale; }
-FP_DEVICE float latent_scale(PowerOfTwo scale) { return __uint_as_float(static_cast<u32>(scale.exponent) << 23); }
-
-// Eight stored elements as pairs of To, times a scale.
-template <class To, class Stored>
-FP_DEVICE void widen_eight(u32 (&pairs)[4], const u8* from, float scale) {
-  if constexpr (is_fp8<Stored>) {
-    const uint2 bytes = *reinterpret_cast<const uint2*>(from);
-    ptx::widen4<Half, Stored>(bytes.x, pairs[0], pairs[1]);
-    ptx::widen4<Half, Stored>(bytes.y, pairs[2], pairs[3]);
-  } else {
-    const uint4 words = *reinterpret_cast<const uint4*>(from);
-    pairs[0] = words.x, pairs[1] = words.y, pairs[2] = words.z, pairs[3] = words.w;
-  }
-  if constexpr (is_same<Stored, To>) return;  // 16-bit parts have no scale
-  using Wide = typename select_type<is_fp8<Stored>, Half, Stored>::type;
-#pragma unroll
-  for (u32& pair : pairs) {
-    const float2 two = ptx::unpack2<Wide>(pair);
-    pair = ptx::pack2<To>(two.x * scale, two.y * scale);
   }
 }
 

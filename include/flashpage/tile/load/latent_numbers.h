@@ -1,0 +1,55 @@
+// Stored numbers of latent rows in fp8, converted to the type of the products.
+#pragma once
+#include "flashpage/params/latent_format.h"
+#include "flashpage/ptx/convert.h"
+#include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/softmax/transform.h"
+
+namespace flashpage {
+
+// As score_scale_of and value_scale_of; the scales of fp8 rows are applied to their elements.
+template <class Traits>
+FP_DEVICE float latent_score_scale(const AttentionParams& params, const Unit& unit) {
+  if constexpr (!converts_latents<Traits>) return score_scale_of<Traits>(params, unit);
+  return params.score_scale * log2_e;
+}
+template <class Traits>
+FP_DEVICE float latent_value_scale(const AttentionParams& params, const Unit& unit) {
+  return converts_latents<Traits> ? params.value_scale : value_scale_of(params, unit.kv_head);
+}
+
+FP_DEVICE float latent_scale(float scale) { return scale; }
+FP_DEVICE float latent_scale(PowerOfTwo scale) { return __uint_as_float(static_cast<u32>(scale.exponent) << 23); }
+
+// Pairs of From as pairs of To, times a scale.
+template <class To, class From>
+FP_DEVICE void scale_pairs(u32 (&pairs)[4], float scale) {
+#pragma unroll
+  for (u32& pair : pairs) {
+    const float2 two = ptx::unpack2<From>(pair);
+    pair = ptx::pack2<To>(two.x * scale, two.y * scale);
+  }
+}
+
+// Eight e4m3, in two words, as pairs of To, times a scale.
+template <class To>
+FP_DEVICE void widen_eight(u32 (&pairs)[4], u32 first, u32 second, float scale) {
+  ptx::widen4<Half, E4m3>(first, pairs[0], pairs[1]);
+  ptx::widen4<Half, E4m3>(second, pairs[2], pairs[3]);
+  scale_pairs<To, Half>(pairs, scale);
+}
+
+// Eight stored elements as pairs of To, times a scale; 16-bit elements of the same type have no scale.
+template <class To, class Stored>
+FP_DEVICE void widen_eight(u32 (&pairs)[4], const u8* from, float scale) {
+  if constexpr (is_fp8<Stored>) {
+    const uint2 bytes = *reinterpret_cast<const uint2*>(from);
+    widen_eight<To>(pairs, bytes.x, bytes.y, scale);
+  } else {
+    const uint4 words = *reinterpret_cast<const uint4*>(from);
+    pairs[0] = words.x, pairs[1] = words.y, pairs[2] = words.z, pairs[3] = words.w;
+    if constexpr (!is_same<Stored, To>) scale_pairs<To, Stored>(pairs, scale);
+  }
+}
+
+}  // namespace flashpage
