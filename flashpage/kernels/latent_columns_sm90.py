@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from . import latent_wide_sm90
+from . import latent_formats, latent_wide_sm90
+from .latent_decode_sm90 import loader
 from .latent_wide_sm90 import ROWS, packed_rows
-from .tensor_maps import NARROW_LINE_BYTES, boxes_or_rows
+from .tensor_maps import NARROW_LINE_BYTES
 from .tile import Tile
 from .work import Work
 
@@ -26,9 +27,16 @@ def _fitting_rows(work: Work) -> str | None:
     rows = packed_rows(work)
     if rows < LEAST_PACKED_ROWS:
         return f"{rows} packed rows are few, it takes {LEAST_PACKED_ROWS} or more"
-    if rows > ROWS and boxes_or_rows(work.options) == "boxes":
+    if rows > ROWS and loader(work.options) == "boxes":
         return f"{rows} packed rows over boxes are many, it takes {ROWS} of them"
     return None
+
+
+def _stored(work: Work) -> str | None:
+    """A part of the columns has one scale."""
+    if work.options.latent_format in (latent_formats.PLAIN, latent_formats.SCALED, "deepseek_v32"):
+        return None
+    return f"it does not convert rows of the format {work.options.latent_format}"
 
 
 KERNEL = dataclasses.replace(
@@ -36,7 +44,8 @@ KERNEL = dataclasses.replace(
     name="latent_columns_sm90",
     header="flashpage/kernels/latent_columns_sm90/kernel.h",
     cpp="LatentColumnsSm90<Traits>",
-    accepts=(_fitting_rows, *latent_wide_sm90.OPTIONS),
+    accepts=(_fitting_rows, _stored, *latent_wide_sm90.OPTIONS),
+    loader=loader,
     tile=_tile,
     v_line_bytes=NARROW_LINE_BYTES,
 )

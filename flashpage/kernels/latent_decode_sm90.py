@@ -44,7 +44,7 @@ def _stored(work: Work) -> str | None:
     """Rows in fp8 are converted in pieces of 16 bytes, to whole panels."""
     options = work.options
     if options.latent_format == latent_formats.PLAIN:
-        return same_type(work)
+        return None
     tail = options.head_dim_qk - options.head_dim_vo
     if options.head_dim_vo in (256, 512) and tail in (0, 64):
         return None
@@ -53,10 +53,10 @@ def _stored(work: Work) -> str | None:
 
 def same_type(work: Work) -> str | None:
     options = work.options
-    return None if options.kv_dtype is options.q_dtype else f"it reads no latent rows of {options.kv_dtype.value}"
+    return None if options.kv_dtype is options.q_dtype or options.latent_format != latent_formats.PLAIN else f"it reads no latent rows of {options.kv_dtype.value}"
 
 
-def _loader(options: Options) -> str:
+def loader(options: Options) -> str:
     return boxes_or_rows(options) if options.latent_format == latent_formats.PLAIN else "rows"
 
 
@@ -87,10 +87,10 @@ KERNEL = AttentionKernel(
     cpp="LatentDecodeSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=HALF), _stored, _columns, plain),
+    accepts=(capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=HALF), same_type, _stored, _columns, plain),
     tile=_tile,
     cost=_cost,
-    loader=_loader,
+    loader=loader,
     row_alignment=16,
     merges_in_launch=True,
     sources=wgmma_source.render_transposed,

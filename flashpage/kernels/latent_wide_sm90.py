@@ -3,7 +3,7 @@ other."""
 
 from __future__ import annotations
 
-from . import wgmma_source
+from . import latent_formats, wgmma_source
 from .kernel import HALF, AttentionKernel, capability, dtypes
 from .latent_decode_sm90 import only_latent_rows, plain, same_type, traits
 from .tensor_maps import boxes_or_rows
@@ -33,6 +33,8 @@ def _many_rows(work: Work) -> str | None:
 
 
 def _boxes(work: Work) -> str | None:
+    if work.options.latent_format != latent_formats.PLAIN:
+        return "it converts no rows in fp8"
     return None if boxes_or_rows(work.options) == "boxes" else f"pages of {work.options.page_size} tokens have no boxes"
 
 

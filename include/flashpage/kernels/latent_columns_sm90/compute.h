@@ -91,9 +91,9 @@ struct ColumnsCompute {
     const Output output{shared, params, place.place, first_row() + warp * 16 + lane / 4, lane};
     if constexpr (Shared::takes_turns) {
       if (group == 0) {
-        output.template write_half<0>(softmax, values, row_barrier + warp);
+        output.template write_half<0>(softmax, values, place.blocks, row_barrier + warp);
       } else {
-        output.template write_half<1>(softmax, values, row_barrier + warp);
+        output.template write_half<1>(softmax, values, place.blocks, row_barrier + warp);
       }
       if (place.blocks > group) exchange.release();  // of the last block: its memory has also passed values
     } else {
@@ -189,7 +189,7 @@ struct ColumnsCompute {
   }
   FP_DEVICE void wait_for_part(u32 of_use, ColumnsPart part) const {
     shared.wait_full(of_use, part);
-    if constexpr (!Shared::by_boxes) ptx::fence_before_products();
+    if constexpr (!Shared::by_boxes && !Shared::converts) ptx::fence_before_products();
     ptx::wgmma_fence();  // after a wait the compiler would insert one, and serialise products
   }
   FP_DEVICE static void issue_panel(Scores& product, const ptx::Matrix& query, const ptx::Matrix& keys, int panel) {

@@ -42,11 +42,11 @@ struct LatentColumnsSm90 {
     ptx::cluster_barrier();  // the other CTA's barriers are initialised too
     ptx::grid_dependency_wait();
     if (threadIdx.x < Warps::loading * 32) {
-      ptx::give_registers_back<Warps::loading_registers>();
+      ptx::give_registers_back<Shared::loading_registers>();
       ColumnsLoad<Traits>(shared, params, maps).run();
       ptx::grid_dependency_launch();
     } else {
-      ptx::take_registers<Warps::computing_registers>();
+      ptx::take_registers<Shared::computing_registers>();
       ColumnsCompute<Traits>(shared, params).run();
     }
     ptx::cluster_barrier();  // the other CTA may still write to this one's shared memory

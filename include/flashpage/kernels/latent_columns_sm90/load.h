@@ -1,7 +1,7 @@
 // The loading warps of latent_columns_sm90: one goes through the plan and loads Q; three load a part of the columns
 // each.
 #pragma once
-#include "flashpage/kernels/latent_columns_sm90/shared.h"
+#include "flashpage/kernels/latent_columns_sm90/convert.h"
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/elect.h"
@@ -152,7 +152,7 @@ struct ColumnsRows {
 
   // Copies the rows of those of 32 tokens that exist; others become zero. `mine`: the row of this lane's token.
   FP_DEVICE static void copy(u32 to, u64 mine, Present present) {
-    constexpr int rows_a_pass = 32 / chunks, batch = 2;
+    constexpr int rows_a_pass = 32 / chunks, batch = min_of(Shared::takes_turns ? 8 : 4, 32 / rows_a_pass);
     static_assert(32 % chunks == 0 && 32 % (batch * rows_a_pass) == 0);
     const int lane = threadIdx.x % 32, lane_row = lane / chunks, lane_chunk = lane % chunks;
     const u64 policy = ptx::evict_first();
@@ -179,8 +179,10 @@ struct ColumnsLoad {
   using Shared = ColumnsShared<Traits>;
   using Tile = typename Shared::Tile;
   template <ColumnsPart part>
-  using PartLoader =
-      typename select_type<Shared::by_boxes, ColumnsBoxes<Traits, part>, ColumnsRows<Traits, part>>::type;
+  using RowLoader =
+      typename select_type<Shared::converts, ColumnsConvert<Traits, part>, ColumnsRows<Traits, part>>::type;
+  template <ColumnsPart part>
+  using PartLoader = typename select_type<Shared::by_boxes, ColumnsBoxes<Traits, part>, RowLoader<part>>::type;
 
   Shared& shared;
   const AttentionParams& params;

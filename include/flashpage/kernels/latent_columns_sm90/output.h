@@ -3,6 +3,7 @@
 #include "flashpage/kernels/latent_columns_sm90/shared.h"
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/rcp.h"
+#include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/merge/epilogue.h"
 #include "flashpage/tile/softmax/softmax.h"
 
@@ -27,9 +28,11 @@ struct ColumnsOutput {
   }
 
   // Merges the states of both warpgroups, which have the same rows. Each gives the other one the other half of its
-  // columns, and writes its own half. `barrier`: a name for the two warps that have the same rows.
+  // columns, and writes its own half. A warpgroup without blocks has nothing to give, and may not: the other CTA may
+  // already send it scores of the next unit. `barrier`: a name for the two warps that have the same rows.
   template <int group>
-  FP_DEVICE void write_half(SoftmaxState<1>& state, Values& values, int barrier) const {
+  FP_DEVICE void write_half(SoftmaxState<1>& state, Values& values, int blocks, int barrier) const {
+    const bool gives = blocks > group, takes = blocks > 1 - group;
     constexpr int half_tiles = tiles / 2, given = (1 - group) * half_tiles, own = group * half_tiles;
     constexpr int round_tiles = half_tiles / 2;
     const int thread = threadIdx.x % 128;
@@ -53,13 +56,13 @@ struct ColumnsOutput {
 #pragma unroll
     for (int round = 0; round < 2; ++round) {
 #pragma unroll
-      for (int i = 0; i < round_tiles; ++i) {
+      for (int i = 0; i < round_tiles && gives; ++i) {
         const float (&tile)[4] = values[0][given + round * round_tiles + i];
         shared.received[group][i][thread] = make_float4(tile[0], tile[1], tile[2], tile[3]);
       }
       ptx::named_barrier(barrier, 64);
 #pragma unroll
-      for (int i = 0; i < round_tiles; ++i) {
+      for (int i = 0; i < round_tiles && takes; ++i) {
         const float4 other = shared.received[1 - group][i][thread];
         float (&tile)[4] = values[0][own + round * round_tiles + i];
         tile[0] += other.x;
@@ -81,7 +84,7 @@ struct ColumnsOutput {
     const WorkItem& item = place.item;
     const Unit& unit = place.unit;
     const int row = first_row + half * 8, rank = static_cast<int>(ptx::cluster_rank());
-    const float factor = total == 0.f ? 0.f : value_scale_of(params, unit.kv_head) * ptx::reciprocal_approx(total);
+    const float factor = total == 0.f ? 0.f : latent_value_scale<Traits>(params, unit) * ptx::reciprocal_approx(total);
     const bool exists = row < unit.num_rows;
     if (exists && writes_lse && rank == 0 && lane % 4 == 0) {
       if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);

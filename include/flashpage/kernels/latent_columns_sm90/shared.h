@@ -21,7 +21,14 @@ struct ColumnsShared {
   static constexpr int slots_ahead = Traits::stages, places_ahead = 2;
   static constexpr bool by_boxes = Traits::loader == Loader::boxes;
   static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
+  static constexpr bool converts = converts_latents<Traits>;
   using Present = PresentTokens<Traits::kv_source>;
+  // Arrivals at a barrier of a part. The lanes' copies arrive by themselves; the first part's warp also notes `present`.
+  static constexpr int copied = by_boxes || converts ? 1 : 32, noted = by_boxes || converts || !is_selected ? 0 : 1;
+  // Warps that load row by row need more registers. Warpgroups that take turns have no scores in flight, and leave more.
+  static constexpr int loading_registers = by_boxes ? WideWarps::loading_registers : takes_turns ? 72 : 56;
+  static constexpr int computing_registers = by_boxes ? WideWarps::computing_registers : takes_turns ? 216 : 224;
+  static constexpr int pieces_held = takes_turns ? 4 : 2;  // of 16 bytes, by a lane that converts
   static_assert(Traits::tile_kv == tokens && Traits::ctas == 2 && unit_rows % group_rows == 0 && row_tiles <= 2);
 
   alignas(1024) u8 query[row_tiles][Tile::bytes];
@@ -41,8 +48,8 @@ struct ColumnsShared {
   // Called by one thread.
   FP_DEVICE void init() {
     for (auto& slot : full)
-      for (u64& barrier : slot)  // the first part's warp also writes `present`
-        ptx::mbarrier_init(ptx::shared_address(&barrier), by_boxes ? 1 : is_selected && &barrier == slot ? 33 : 32);
+      for (u64& barrier : slot)
+        ptx::mbarrier_init(ptx::shared_address(&barrier), copied + (&barrier == slot ? noted : 0));
     for (u64& barrier : empty) ptx::mbarrier_init(ptx::shared_address(&barrier), readers);
     for (u64& barrier : scores_full) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
     for (u64& barrier : scores_read) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);

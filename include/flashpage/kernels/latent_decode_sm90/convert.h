@@ -150,33 +150,30 @@ struct LatentConvert {
     __syncwarp();
   }
 
-  // A piece is two chunks of 16 bytes. Lanes of neighbouring panels write theirs in different orders, so that eight
-  // lanes write to all banks.
+  // Lanes of neighbouring panels write their two chunks in different orders, so that eight lanes write to all banks.
   FP_DEVICE void write_quantised(const u32 (&words)[4], u32 tile, int row, int in_row) const {
     const Scale* scales = reinterpret_cast<const Scale*>(shared.scales[warp * rows + row]);
     const float scale = Format::has_scales(params) ? latent_scale(scales[in_row * 16 / Format::scale_columns])
                                                    : Format::common_scale(params);
-    write_two(words, tile, row, in_row * 2, in_row / 4 % 2, scale);
+    const bool turned = in_row / 4 % 2 != 0;
+    store_widened<Cache>(words, turned, scale, store_to(tile, row, in_row * 2 + turned));
   }
   FP_DEVICE void write_rest(const u32 (&words)[4], u32 tile, int row, int in_row) const {
     constexpr int first = Format::quantised / 8;
     if constexpr (is_fp8<Rest>) {
-      write_two(words, tile, row, first + in_row * 2, 0, Format::rest_scale(params));
+      store_widened<Cache>(words, false, Format::rest_scale(params), store_to(tile, row, first + in_row * 2));
     } else {
       u32 pairs[4] = {words[0], words[1], words[2], words[3]};
       if constexpr (!is_same<Rest, Cache>) scale_pairs<Cache, Rest>(pairs, Format::rest_scale(params));
-      store(pairs, tile, row, first + in_row);
+      store_to(tile, row, first + in_row)(0, pairs);
     }
   }
-  FP_DEVICE void write_two(const u32 (&words)[4], u32 tile, int row, int chunk, int turned, float scale) const {
-    u32 pairs[4];
-    widen_eight<Cache>(pairs, turned ? words[2] : words[0], turned ? words[3] : words[1], scale);
-    store(pairs, tile, row, chunk + turned);
-    widen_eight<Cache>(pairs, turned ? words[0] : words[2], turned ? words[1] : words[3], scale);
-    store(pairs, tile, row, chunk + 1 - turned);
-  }
-  FP_DEVICE static void store(const u32 (&pairs)[4], u32 tile, int row, int chunk) {
-    ptx::store_shared(tile + Slot::chunk_offset(row, chunk), pairs[0], pairs[1], pairs[2], pairs[3]);
+  // Stores to a chunk of a row, or to the other one of its pair.
+  FP_DEVICE static auto store_to(u32 tile, int row, int chunk) {
+    const u32 to = tile + Slot::chunk_offset(row, chunk);
+    return [=](u32 second, const u32 (&pairs)[4]) {
+      ptx::store_shared(to ^ second * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
+    };
   }
 
   FP_DEVICE void publish(const Source& here, u32 use) const {

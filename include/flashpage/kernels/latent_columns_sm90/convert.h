@@ -1,0 +1,159 @@
+// Loading warps of latent_columns_sm90 that convert rows in fp8: they load a part of the columns to registers, and write
+// it to slots in the type of the products.
+#pragma once
+#include "flashpage/kernels/latent_columns_sm90/shared.h"
+#include "flashpage/ptx/compiler.h"
+#include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/ld_global.h"
+#include "flashpage/ptx/prefetch.h"
+#include "flashpage/tile/load/latent_numbers.h"
+
+namespace flashpage {
+
+// A lane looks up its two tokens a block ahead, and brings their rows to the L2 while the block before is converted,
+// because these warps have registers for few pieces in flight. The part's columns of a row have one scale.
+template <class Traits, ColumnsPart part>
+struct ColumnsConvert {
+  using Shared = ColumnsShared<Traits>;
+  using Tile = typename Shared::Tile;
+  using Cache = typename Traits::Cache;
+  using Rows = KvRows<Traits::kv_source>;
+  using Present = typename Shared::Present;
+  using Format = typename LatentFormatOf<Traits, Traits::latent_format>::type;
+  static constexpr int tokens = Shared::tokens, groups = tokens / 32;
+  static constexpr bool is_tail = part == ColumnsPart::tail;
+  using Stored = typename select_type<is_tail, typename Format::Rest, E4m3>::type;
+  static constexpr int columns = is_tail ? Tile::tail_columns : Tile::part_panels * Tile::panel_columns;
+  // Pieces of 16 bytes: of a row, of a lane in all rows, and those that a lane holds.
+  static constexpr int row_pieces = columns * static_cast<int>(sizeof(Stored)) / 16, pieces = tokens * row_pieces / 32;
+  static constexpr int held = min_of(pieces, Shared::pieces_held), rows_a_pass = 32 / row_pieces;
+  static_assert(Format::quantised == Traits::head_dim_vo && columns <= Format::scale_columns);
+  static_assert(is_same<typename Format::Scale, float>, "a part has one scale, of fp32");
+
+  static constexpr u32 nowhere = 0xffffffff;
+
+  // What a lane needs of a token's row.
+  struct Row {
+    u32 at;  // 16 bytes from the part's first row in the cache; nowhere: there is no token
+    float scale;
+  };
+
+  Shared& shared;
+  const AttentionParams& params;
+  const WidePlace* place;  // in shared memory, because these warps have few registers
+  i32 found[groups];       // numbers of the lane's tokens; negative: there is none
+
+  FP_DEVICE ColumnsConvert(Shared& shared, const AttentionParams& params, const KvMaps&)
+      : shared(shared), params(params) {}
+
+  FP_DEVICE void open(const WidePlace& next) {
+    place = &next;
+    look_up(0);
+  }
+
+  FP_DEVICE void load(int block, u32 use) {
+    Row mine[groups];
+#pragma unroll
+    for (int group = 0; group < groups; ++group) mine[group] = row_of(found[group], block, group);
+    look_up(block + 1);
+    // Recomputed in each block, as are the addresses that follow from it: kept, they would spill.
+    const int lane = static_cast<int>(ptx::opaque(threadIdx.x % 32)), lane_row = lane / row_pieces;
+    const int in_row = lane % row_pieces;
+    const u8* const from = begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + in_row * 16;
+    u32 words[held][4];
+#pragma unroll
+    for (int i = 0; i < held; ++i) load_piece(words[i], from, mine, i, lane_row);
+    shared.wait_empty(use);
+    const u32 to = shared.block(use) + first_chunk(lane_row, in_row);
+#pragma unroll
+    for (int i = 0; i < pieces; ++i) {
+      const float scale = __shfl_sync(0xffffffff, mine[i * rows_a_pass / 32].scale, i * rows_a_pass % 32 + lane_row);
+      write_piece(words[i % held], to, i, scale, is_turned(in_row));
+      if (i + held < pieces) load_piece(words[i % held], from, mine, i + held, lane_row);
+      if (i + 1 == pieces / 2) prefetch(block + 1);  // page numbers have arrived
+    }
+    ptx::fence_before_products();
+    __syncwarp();
+    u32 present[groups];
+#pragma unroll
+    for (int group = 0; group < groups; ++group) present[group] = __ballot_sync(0xffffffff, mine[group].at != nowhere);
+    if (threadIdx.x % 32 != 0) return;
+    if constexpr (Shared::is_selected && part == ColumnsPart::first) {
+#pragma unroll
+      for (int group = 0; group < groups; ++group) shared.present[Shared::slot(use)][group] = Present{present[group]};
+    }
+    ptx::mbarrier_arrive(shared.full_barrier(use, part));
+  }
+
+ private:
+  FP_DEVICE i32 token_of(int block, int group) const {
+    return place->first_token + block * tokens + group * 32 + static_cast<int>(threadIdx.x % 32);
+  }
+  FP_DEVICE void look_up(int block) {
+    const Rows rows(params, place->place.item.kv_offset);
+#pragma unroll
+    for (int group = 0; group < groups; ++group) {
+      const i32 token = token_of(block, group);
+      found[group] = token < place->place.unit.kv_end ? rows.look_up(token) : -1;
+    }
+  }
+  FP_DEVICE void prefetch(int block) const {
+#pragma unroll
+    for (int group = 0; group < groups; ++group)
+      if (found[group] >= 0)
+        ptx::prefetch_to_l2(begin_of(parts_of(found[group], block, group)) + first_column() * sizeof(Stored));
+  }
+  FP_DEVICE Row row_of(i32 number, int block, int group) const {
+    if (number < 0) return {nowhere, 0.f};
+    const LatentParts parts = parts_of(number, block, group);
+    float scale = is_tail ? Format::rest_scale(params) : Format::common_scale(params);
+    if (!is_tail && Format::has_scales(params))
+      scale = __ldg(reinterpret_cast<const float*>(parts.scales) + first_column() / Format::scale_columns);
+    return {static_cast<u32>((begin_of(parts) - begin_of(Format::find(params, CacheSlot{0, 0}))) / 16), scale};
+  }
+  FP_DEVICE LatentParts parts_of(i32 number, int block, int group) const {
+    const Rows rows(params, place->place.item.kv_offset);
+    return Format::find(params, rows.slot(number, token_of(block, group)));
+  }
+  FP_DEVICE static const u8* begin_of(const LatentParts& parts) { return is_tail ? parts.rest : parts.quantised; }
+  // The first column that this CTA loads, of the row's part.
+  FP_DEVICE static int first_column() {
+    const int rank = static_cast<int>(ptx::cluster_rank());
+    return is_tail ? rank * columns : rank * Tile::value_columns + (part == ColumnsPart::second ? columns : 0);
+  }
+
+  // Rows that do not exist are zero.
+  FP_DEVICE static void load_piece(u32 (&words)[4], const u8* from, const Row (&mine)[groups], int i, int lane_row) {
+    const u32 at = __shfl_sync(0xffffffff, mine[i * rows_a_pass / 32].at, i * rows_a_pass % 32 + lane_row);
+#pragma unroll
+    for (u32& word : words) word = 0;
+    if (at != nowhere) ptx::load_once(words, from + static_cast<u64>(at) * 16);
+  }
+
+  // Lanes of neighbouring panels write their two chunks in different orders, so that eight lanes write to all banks.
+  FP_DEVICE static bool is_turned(int in_row) { return is_fp8<Stored> && in_row / 4 % 2 != 0; }
+  // The offset of the chunk that a lane writes first, of its first piece.
+  FP_DEVICE static u32 first_chunk(int lane_row, int in_row) {
+    constexpr int first = part == ColumnsPart::second ? columns / 8 : 0;
+    const int chunk = is_fp8<Stored> ? in_row * 2 + is_turned(in_row) : in_row;
+    return is_tail ? Tile::tail_offset(lane_row, chunk) : Tile::chunk_offset(lane_row, first + chunk);
+  }
+  // `to`: as first_chunk. Rows that are `rows_a_pass` apart differ in constants, and the second chunk in one bit.
+  FP_DEVICE static void write_piece(const u32 (&words)[4], u32 to, int i, float scale, bool turned) {
+    constexpr int stride = is_tail ? Tile::tail_stride : 128;
+    const auto store = [=](u32 second, const u32 (&pairs)[4]) {
+      const u32 swizzle = is_tail ? 0 : (i * rows_a_pass & 7) * 16;
+      ptx::store_shared((to ^ swizzle ^ second * 16) + i * rows_a_pass * stride, pairs[0], pairs[1], pairs[2],
+                        pairs[3]);
+    };
+    if constexpr (is_fp8<Stored>) {
+      store_widened<Cache>(words, turned, scale, store);
+    } else {
+      u32 pairs[4] = {words[0], words[1], words[2], words[3]};
+      if constexpr (!is_same<Stored, Cache>) scale_pairs<Cache, Stored>(pairs, scale);
+      store(0, pairs);
+    }
+  }
+};
+
+}  // namespace flashpage
