@@ -7,6 +7,7 @@ import dataclasses
 from ..base.dtypes import DType
 from ..variants.spec import VariantSpec
 from ..variants.variant import builtin
+from . import latent_formats
 from .context_classes import ContextClass
 from .options import Options, out_dtype_of
 from .work import Problem
@@ -29,13 +30,15 @@ class Ahead:
     has_soft_cap: bool = False
     rotates: bool = False
     contexts: ContextClass = ContextClass.USUAL
+    kv_source: str = ""  # latent or selected; empty: by the page size
+    latent_format: str = latent_formats.PLAIN
     is_default: bool = True  # used by most models; CI also compiles these with NVRTC
 
     @property
     def problem(self) -> Problem:
         return Problem(
             Options(
-                kv_source="paged" if self.page_size else "ragged",
+                kv_source=self.kv_source or ("paged" if self.page_size else "ragged"),
                 num_q_heads=1,
                 num_kv_heads=1,
                 head_dim_qk=self.head_dims[0],
@@ -44,6 +47,7 @@ class Ahead:
                 q_dtype=self.q_dtype,
                 kv_dtype=self.kv_dtype,
                 out_dtype=out_dtype_of(self.q_dtype),
+                latent_format=self.latent_format,
                 has_mask=self.has_mask,
                 has_soft_cap=self.has_soft_cap,
                 position_encoding="ROPE_LLAMA" if self.rotates else "NONE",
@@ -55,6 +59,24 @@ class Ahead:
     @property
     def variant(self) -> VariantSpec:
         return builtin(soft_cap=50.0).spec if self.has_soft_cap else VariantSpec()  # the value is not compiled in
+
+
+def latent_rows(*packed_rows: int, page_size: int = 64, kv_source: str = "latent") -> tuple[Ahead, ...]:
+    """DeepSeek's rows in bf16."""
+    return more(*(Ahead(BF16, BF16, (576, 512), n, page_size, kv_source=kv_source) for n in packed_rows))
+
+
+def listed_rows(*packed_rows: int) -> tuple[Ahead, ...]:
+    """Lists of tokens: rows in bf16, and of 656 bytes."""
+    return (
+        *latent_rows(*packed_rows, kv_source="selected"),
+        *more(
+            *(
+                Ahead(BF16, E4M3, (576, 512), n, 64, kv_source="selected", latent_format="deepseek_v32")
+                for n in packed_rows
+            )
+        ),
+    )
 
 
 def more(*rows: Ahead) -> tuple[Ahead, ...]:

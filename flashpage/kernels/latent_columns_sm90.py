@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 
 from . import latent_formats, latent_wide_sm90
+from .ahead import ONE_TOKEN, latent_rows, listed_rows
 from .latent_decode_sm90 import loader
 from .latent_wide_sm90 import ROWS, packed_rows
 from .tensor_maps import NARROW_LINE_BYTES
@@ -48,4 +49,5 @@ KERNEL = dataclasses.replace(
     loader=loader,
     tile=_tile,
     v_line_bytes=NARROW_LINE_BYTES,
+    ahead=(*latent_rows(64), *latent_rows(64, 128, page_size=ONE_TOKEN), *listed_rows(64, 128)),
 )

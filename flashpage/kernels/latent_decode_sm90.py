@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import latent_formats, wgmma_source
+from .ahead import ONE_TOKEN, latent_rows, listed_rows
 from .kernel import HALF, AttentionKernel, attention_traits, capability, dtypes
 from .options import Options
 from .spec import KernelSpec
@@ -52,8 +53,12 @@ def _stored(work: Work) -> str | None:
 
 
 def same_type(work: Work) -> str | None:
+    """Rows that are not of a format of fp8 have the queries' type."""
     options = work.options
-    return None if options.kv_dtype is options.q_dtype or options.latent_format != latent_formats.PLAIN else f"it reads no latent rows of {options.kv_dtype.value}"
+    is_converted = options.latent_format != latent_formats.PLAIN
+    if is_converted or options.kv_dtype is options.q_dtype:
+        return None
+    return f"it reads no latent rows of {options.kv_dtype.value}"
 
 
 def loader(options: Options) -> str:
@@ -95,4 +100,5 @@ KERNEL = AttentionKernel(
     merges_in_launch=True,
     sources=wgmma_source.render_transposed,
     traits=traits,
+    ahead=(*latent_rows(16, 32), *latent_rows(16, 32, page_size=ONE_TOKEN), *listed_rows(16, 32)),
 )

@@ -4,6 +4,7 @@ other."""
 from __future__ import annotations
 
 from . import latent_formats, wgmma_source
+from .ahead import latent_rows
 from .kernel import HALF, AttentionKernel, capability, dtypes
 from .latent_decode_sm90 import only_latent_rows, plain, same_type, traits
 from .tensor_maps import boxes_or_rows
@@ -81,5 +82,6 @@ KERNEL = AttentionKernel(
     row_alignment=16,
     sources=wgmma_source.render_halves,
     traits=traits,
+    ahead=latent_rows(128),
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",
 )

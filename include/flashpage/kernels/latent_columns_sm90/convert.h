@@ -1,5 +1,5 @@
-// Loading warps of latent_columns_sm90 that convert rows in fp8: they load a part of the columns to registers, and write
-// it to slots in the type of the products.
+// Loading warps of latent_columns_sm90 that convert rows in fp8: they load a part of the columns to registers, and
+// write it to slots in the type of the products.
 #pragma once
 #include "flashpage/kernels/latent_columns_sm90/shared.h"
 #include "flashpage/ptx/compiler.h"
@@ -59,7 +59,8 @@ struct ColumnsConvert {
     // Recomputed in each block, as are the addresses that follow from it: kept, they would spill.
     const int lane = static_cast<int>(ptx::opaque(threadIdx.x % 32)), lane_row = lane / row_pieces;
     const int in_row = lane % row_pieces;
-    const u8* const from = begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + in_row * 16;
+    const u8* const from =
+        begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + in_row * 16;
     u32 words[held][4];
 #pragma unroll
     for (int i = 0; i < held; ++i) load_piece(words[i], from, mine, i, lane_row);
@@ -141,7 +142,7 @@ struct ColumnsConvert {
   // `to`: as first_chunk. Rows that are `rows_a_pass` apart differ in constants, and the second chunk in one bit.
   FP_DEVICE static void write_piece(const u32 (&words)[4], u32 to, int i, float scale, bool turned) {
     constexpr int stride = is_tail ? Tile::tail_stride : 128;
-    const auto store = [=](u32 second, const u32 (&pairs)[4]) {
+    const auto store = [=](u32 second, const u32(&pairs)[4]) {
       const u32 swizzle = is_tail ? 0 : (i * rows_a_pass & 7) * 16;
       ptx::store_shared((to ^ swizzle ^ second * 16) + i * rows_a_pass * stride, pairs[0], pairs[1], pairs[2],
                         pairs[3]);

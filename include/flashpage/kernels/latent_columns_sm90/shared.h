@@ -23,9 +23,11 @@ struct ColumnsShared {
   static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
   static constexpr bool converts = converts_latents<Traits>;
   using Present = PresentTokens<Traits::kv_source>;
-  // Arrivals at a barrier of a part. The lanes' copies arrive by themselves; the first part's warp also notes `present`.
+  // Arrivals at a barrier of a part. The lanes' copies arrive by themselves; the first part's warp also notes
+  // `present`.
   static constexpr int copied = by_boxes || converts ? 1 : 32, noted = by_boxes || converts || !is_selected ? 0 : 1;
-  // Warps that load row by row need more registers. Warpgroups that take turns have no scores in flight, and leave more.
+  // Warps that load row by row need more registers. Warpgroups that take turns have no scores in flight, and leave
+  // more.
   static constexpr int loading_registers = by_boxes ? WideWarps::loading_registers : takes_turns ? 72 : 56;
   static constexpr int computing_registers = by_boxes ? WideWarps::computing_registers : takes_turns ? 216 : 224;
   static constexpr int pieces_held = takes_turns ? 4 : 2;  // of 16 bytes, by a lane that converts
@@ -35,7 +37,7 @@ struct ColumnsShared {
   alignas(1024) u8 slots[slots_ahead][Tile::bytes];
   // The other CTA's sums of scores, for each thread of a warpgroup. They also pass values between the warpgroups.
   alignas(128) float4 received[WideWarps::groups][tokens / 8][32 * WideWarps::group];
-  float2 states[WideWarps::groups][group_rows];  // maxima and sums, where warpgroups take turns
+  float2 states[WideWarps::groups][group_rows];                 // maxima and sums, where warpgroups take turns
   Present present[is_selected ? slots_ahead : 1][tokens / 32];  // of a slot
   WidePlace places[places_ahead];
   PlaceCursor cursor;

@@ -171,7 +171,7 @@ struct LatentConvert {
   // Stores to a chunk of a row, or to the other one of its pair.
   FP_DEVICE static auto store_to(u32 tile, int row, int chunk) {
     const u32 to = tile + Slot::chunk_offset(row, chunk);
-    return [=](u32 second, const u32 (&pairs)[4]) {
+    return [=](u32 second, const u32(&pairs)[4]) {
       ptx::store_shared(to ^ second * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
     };
   }

@@ -78,11 +78,11 @@ struct LatentShared {
   alignas(1024) u8 slots[Traits::stages][slot_bytes];
   alignas(1024) u8 query[places_ahead][QueryRows::tile_bytes];
   alignas(1024) u8 probabilities[Probabilities::tile_bytes];
-  alignas(128) float4 exchange[Warps::teams][rows / 8][32 * Warps::team];        // of each team's sums of scores
+  alignas(128) float4 exchange[Warps::teams][rows / 8][32 * Warps::team];  // of each team's sums of scores
   i32 pages_ahead[Traits::loader == Loader::rows && !converts ? Traits::stages : 1][tokens];  // of LatentRows
-  alignas(16) u8 scales[converts ? tokens : 1][scale_bytes];  // of the rows that are converted
-  Present present[is_selected ? Traits::stages : 1][tokens / noted];             // of a slot
-  float top[Warps::teams][Warps::team][rows];                                    // maxima of the warps' scores
+  alignas(16) u8 scales[converts ? tokens : 1][scale_bytes];          // of the rows that are converted
+  Present present[is_selected ? Traits::stages : 1][tokens / noted];  // of a slot
+  float top[Warps::teams][Warps::team][rows];                         // maxima of the warps' scores
   float sum[Warps::teams][Warps::team][rows];
   SlottedPlace places[places_ahead];
   ConvertedUnit converted[converted_ahead];

@@ -31,8 +31,8 @@ FP_DEVICE void scale_pairs(u32 (&pairs)[4], float scale) {
   }
 }
 
-// Multiplies bf16 pairs by a scale that is the sum of two bf16 numbers: the result differs from the rounded fp32 product
-// only where that is within 2^-9 of a tie. Conversions to and from fp32 would take four times as long.
+// Multiplies bf16 pairs by a scale that is the sum of two bf16 numbers. The result is the rounded fp32 product, except
+// where that is next to a tie. Conversions to and from fp32 would take longer.
 struct Bf16Scale {
   u32 high, low;  // pairs
 
