@@ -35,6 +35,7 @@ _ONES = (1,) * len(_EDGES)
 _ROWS_64, _ROWS_96 = {"num_q_heads": 64}, {"num_q_heads": 96}
 _LISTED: dict[str, Any] = {"selected": "padded", "sinks": True, "page_size": 64}
 _MISTRAL: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "q_dtype": "float16", "head_dim": 320, "head_dim_vo": 256}
+_64_LISTED = _ROWS_64 | _LISTED
 TRANSPOSED, WIDE = latent_decode_sm90.KERNEL, latent_wide_sm90.KERNEL
 BY_COLUMNS = latent_columns_sm90.KERNEL
 # Few builds: rows with the same types, sizes, loader and rows of a unit share one.
@@ -59,7 +60,6 @@ TRANSPOSED_CASES = [
     latent_case("512-0", "rows without a tail", (1, 2), (90, 130), head_dim=512, num_q_heads=16, causal=True),
     latent_case("selected", "lists with gaps", (2, 1), (190, 70), selected="padded", sinks=True),
     latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), row_format="deepseek_v32-uneven", **_LISTED),
-    latent_case("v32-pages", "the same in pages", _ONES, _EDGES, row_format="deepseek_v32", num_q_heads=8, causal=True),
     latent_case("v4", "rows of 584 bytes", (2,), (140,), row_format="deepseek_v4", head_dim=512, **_LISTED),
     latent_case("tokens", "scales of tokens, fp16", (1,), (170,), row_format="tokens", **_MISTRAL),
     latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
@@ -72,7 +72,8 @@ COLUMNS_CASES = [
     ),
     latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, **_ROWS_64),
     latent_case("page-3", "single rows, causal", (1, 2), (70, 129), page_size=3, causal=True, num_q_heads=40),
-    latent_case("selected", "lists with gaps", (2, 1), (190, 70), selected="padded", page_size=64, **_ROWS_64),
+    latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), row_format="deepseek_v32-uneven", **_64_LISTED),
+    latent_case("tokens", "scales of tokens, two row tiles", (2,), (170,), row_format="tokens", **_ROWS_64, **_MISTRAL),
     latent_case("selected-two", "known lengths", (1, 2), (140, 70), selected="lengths", sinks=True, num_q_heads=96),
     latent_case("256-64", "fp16", (1,), (290,), head_dim=320, head_dim_vo=256, q_dtype="float16", num_q_heads=40),
     latent_case(

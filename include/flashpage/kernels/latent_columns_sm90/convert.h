@@ -100,9 +100,14 @@ struct ColumnsConvert {
   }
   FP_DEVICE void prefetch(int block) const {
 #pragma unroll
-    for (int group = 0; group < groups; ++group)
-      if (found[group] >= 0)
-        ptx::prefetch_to_l2(begin_of(parts_of(found[group], block, group)) + first_column() * sizeof(Stored));
+    for (int group = 0; group < groups; ++group) {
+      if (found[group] < 0) continue;
+      const LatentParts parts = parts_of(found[group], block, group);
+      const u8* const first = begin_of(parts) + first_column() * sizeof(Stored);
+      ptx::prefetch_to_l2(first);
+      ptx::prefetch_to_l2(first + row_pieces * 16 - 1);  // often in another line
+      if (!is_tail && Format::has_scales(params)) ptx::prefetch_to_l2(parts.scales);
+    }
   }
   FP_DEVICE Row row_of(i32 number, int block, int group) const {
     if (number < 0) return {nowhere, 0.f};
@@ -126,9 +131,7 @@ struct ColumnsConvert {
   // Rows that do not exist are zero.
   FP_DEVICE static void load_piece(u32 (&words)[4], const u8* from, const Row (&mine)[groups], int i, int lane_row) {
     const u32 at = __shfl_sync(0xffffffff, mine[i * rows_a_pass / 32].at, i * rows_a_pass % 32 + lane_row);
-#pragma unroll
-    for (u32& word : words) word = 0;
-    if (at != nowhere) ptx::load_once(words, from + static_cast<u64>(at) * 16);
+    ptx::load_once(words, from + static_cast<u64>(at) * 16, at != nowhere);
   }
 
   // Lanes of neighbouring panels write their two chunks in different orders, so that eight lanes write to all banks.

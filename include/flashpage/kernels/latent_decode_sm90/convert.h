@@ -5,6 +5,7 @@
 // receive the piece of the next slot, so that about a slot of bytes is always in flight without memory of its own.
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/shared.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/ld_global.h"
 #include "flashpage/tile/load/latent_numbers.h"
@@ -27,6 +28,9 @@ struct LatentConvert {
   static constexpr int rest_row_pieces = Format::rest * static_cast<int>(sizeof(Rest)) / 16;
   static constexpr int rest_pieces = rows * rest_row_pieces / 32;
   static constexpr int scale_bytes = Format::num_scales * static_cast<int>(sizeof(Scale)), row_scales = scale_bytes / 8;
+  // The compiler would move all loads after all stores, so that none is in flight while others are converted. A wait
+  // for a barrier, which is over at once, keeps them between so many pieces.
+  static constexpr int pieces_together = 4;
   static_assert(rows == 16 && rows * row_pieces % 32 == 0 && rows * rest_row_pieces % 32 == 0);
   static_assert(scale_bytes <= Shared::scale_bytes && scale_bytes % 8 == 0 && Format::quantised % 64 == 0);
 
@@ -67,7 +71,7 @@ struct LatentConvert {
       if (here.is_slot) {
         write_scales(held, here);
         shared.ring.wait_empty(use);
-        exchange<true>(held, here, next, shared.ring.slot(use));
+        exchange<true>(held, here, next, use);
         publish(here, use++);
       } else if (next.is_slot) {
         exchange<false>(held, here, next, 0);
@@ -113,15 +117,13 @@ struct LatentConvert {
   template <int words>
   FP_DEVICE static void load(u32 (&to)[words], u64 row_address, u32 present, int row, int byte) {
     const u64 from = __shfl_sync(0xffffffff, row_address, row) + byte;
-#pragma unroll
-    for (u32& word : to) word = 0;
-    if (present >> row & 1) ptx::load_once(to, reinterpret_cast<const void*>(from));
+    ptx::load_once(to, reinterpret_cast<const void*>(from), (present >> row & 1) != 0);
   }
 
   // Writes the pieces of a slot that have arrived, and requests those of the next one.
   template <bool writes>
-  FP_DEVICE void exchange(Held& held, const Source& here, const Source& next, u32 at) const {
-    const u32 tile = ptx::shared_address(shared.slots[at]) + warp * rows * Slot::stride;
+  FP_DEVICE void exchange(Held& held, const Source& here, const Source& next, u32 use) const {
+    const u32 tile = ptx::shared_address(shared.slots[shared.ring.slot(use)]) + warp * rows * Slot::stride;
     const u32 present = next.is_slot ? next.present : 0;
     if (row_scales > 0) {
       const int row = lane / max_of(row_scales, 1) % rows, byte = lane % max_of(row_scales, 1) * 8;
@@ -129,9 +131,12 @@ struct LatentConvert {
     }
 #pragma unroll
     for (int i = 0; i < pieces; ++i) {
-      const int piece = i * 32 + lane, row = piece / row_pieces, in_row = piece % row_pieces;
+      // Opaque, because the compiler would otherwise shuffle the addresses of all rows early, and spill them.
+      const int piece = i * 32 + static_cast<int>(ptx::opaque(lane));
+      const int row = piece / row_pieces, in_row = piece % row_pieces;
       if constexpr (writes) write_quantised(held.quantised[i], tile, row, in_row);
       load(held.quantised[i], next.quantised, present, row, in_row * 16);
+      if (writes && i % pieces_together == pieces_together - 1) shared.ring.wait_empty(use);
     }
 #pragma unroll
     for (int i = 0; i < rest_pieces; ++i) {
