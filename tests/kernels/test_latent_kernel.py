@@ -20,12 +20,10 @@ from native_build import shared_library
 from tolerance import limits
 
 from flashpage import native
-from flashpage.base.dtypes import DType
 from flashpage.jit import Target, build_kernels
 from flashpage.jit.compilers import find_nvcc
 from flashpage.kernels import devices, latent_columns_sm90, latent_decode_sm90, latent_wide_sm90
 from flashpage.kernels.kernel import AttentionKernel
-from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tensor_maps import loader_tokens
 from flashpage.kernels.work import Problem, Work
@@ -204,10 +202,20 @@ def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
-@pytest.mark.parametrize(("kernel", "rows"), [(TRANSPOSED, 32), (WIDE, 128), (BY_COLUMNS, 64)])
-def test_machine_code(kernel: AttentionKernel, rows: int, tmp_path: Path) -> None:
-    options = Options("latent", rows, 1, 576, 512, 64, DType.BFLOAT16, DType.BFLOAT16, DType.BFLOAT16)
-    spec = kernel.spec(Work(Problem(options, rows), devices.H200))
+@pytest.mark.parametrize(
+    ("kernel", "rows", "form"),
+    [
+        (TRANSPOSED, 32, {}),
+        (WIDE, 128, {}),
+        (BY_COLUMNS, 64, {}),
+        (BY_COLUMNS, 128, {"selected": "padded"}),
+        (TRANSPOSED, 32, {"selected": "padded", "row_format": "deepseek_v32"}),
+    ],
+)
+def test_machine_code(kernel: AttentionKernel, rows: int, form: dict[str, Any], tmp_path: Path) -> None:
+    spec = spec_of(
+        kernel, latent_case("machine code", "DeepSeek's rows", (1,), (1,), num_q_heads=rows, page_size=64, **form)
+    )
     (result,) = build_kernels([(spec, Target("cuda", 90))], tmp_path)
     assert result.error is None
     assert (result.spill_bytes, result.serial_products) == (0, 0)
