@@ -23,6 +23,7 @@ from flashpage import native
 from flashpage.jit import Target, build_kernels
 from flashpage.jit.compilers import find_nvcc
 from flashpage.kernels import devices, latent_columns_sm90, latent_decode_sm90, latent_wide_sm90
+from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.kernel import AttentionKernel
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tensor_maps import loader_tokens
@@ -33,7 +34,7 @@ _ONES = (1,) * len(_EDGES)
 _ROWS_64, _ROWS_96 = {"num_q_heads": 64}, {"num_q_heads": 96}
 _LISTED: dict[str, Any] = {"selected": "padded", "sinks": True, "page_size": 64}
 _MISTRAL: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "q_dtype": "float16", "head_dim": 320, "head_dim_vo": 256}
-_64_LISTED = _ROWS_64 | _LISTED
+_96_LISTED = _ROWS_96 | _LISTED
 TRANSPOSED, WIDE = latent_decode_sm90.KERNEL, latent_wide_sm90.KERNEL
 BY_COLUMNS = latent_columns_sm90.KERNEL
 # Few builds: rows with the same types, sizes, loader and rows of a unit share one.
@@ -70,7 +71,7 @@ COLUMNS_CASES = [
     ),
     latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, **_ROWS_64),
     latent_case("page-3", "single rows, causal", (1, 2), (70, 129), page_size=3, causal=True, num_q_heads=40),
-    latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), row_format="deepseek_v32-uneven", **_64_LISTED),
+    latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), row_format="deepseek_v32-uneven", **_96_LISTED),
     latent_case("tokens", "scales of tokens, two row tiles", (2,), (170,), row_format="tokens", **_ROWS_64, **_MISTRAL),
     latent_case("selected-two", "known lengths", (1, 2), (140, 70), selected="lengths", sinks=True, num_q_heads=96),
     latent_case("256-64", "fp16", (1,), (290,), head_dim=320, head_dim_vo=256, q_dtype="float16", num_q_heads=40),
@@ -199,6 +200,23 @@ def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -
         assert (error <= allowed.element).all()
         assert (error.norm(dim=-1) <= allowed.row).all()
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "by_heads"),
+    [
+        ({}, {16: TRANSPOSED, 64: BY_COLUMNS, 128: WIDE}),
+        ({"page_size": 1}, {32: TRANSPOSED, 40: BY_COLUMNS, 128: BY_COLUMNS}),
+        ({"selected": "padded"}, {32: TRANSPOSED, 40: BY_COLUMNS, 128: BY_COLUMNS}),
+        ({"row_format": "deepseek_v32"}, {16: TRANSPOSED, 64: TRANSPOSED, 128: BY_COLUMNS}),
+        ({"row_format": "deepseek_v4", "head_dim": 512, "selected": "padded"}, {64: TRANSPOSED, 128: TRANSPOSED}),
+    ],
+)
+def test_the_kernel_of_a_form(form: dict[str, Any], by_heads: dict[int, AttentionKernel]) -> None:
+    """As the table of docs/guides/mla.md has it."""
+    for heads, kernel in by_heads.items():
+        case = latent_case("form", "a row of the table", (1,), (1,), **({"num_q_heads": heads, "page_size": 64} | form))
+        assert choose_for_card(Problem(latent_rows.options_of(case), heads), devices.H200).kernel is kernel
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")

@@ -105,13 +105,6 @@ FP_DEVICE u32 mul_bf162(u32 a, u32 b) {
   return product;
 }
 
-// a * b + c.
-FP_DEVICE u32 fma_bf162(u32 a, u32 b, u32 c) {
-  u32 sum;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
-  return sum;
-}
-
 // Widens four fp8 bytes to two pairs of 16-bit elements, exactly for every finite value: the magnitude is shifted to
 // the wider format's exponent and mantissa, and a power of two makes up for the difference of the exponent biases.
 template <class Wide, class Narrow>

@@ -14,8 +14,8 @@ FP_DEVICE void load_once(u32 (&words)[2], const void* from) {
   asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from));
 }
 
-// As above, or zeros if `exists` is false. There is no branch: the compiler would move words from other registers behind
-// it, and so wait for each load at once.
+// As above, or zeros if `exists` is false. There is no branch: the compiler would move words from other registers
+// behind it, and so wait for each load at once.
 FP_DEVICE void load_once(u32 (&words)[4], const void* from, bool exists) {
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -25,14 +25,4 @@ FP_DEVICE void load_once(u32 (&words)[4], const void* from, bool exists) {
       : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
       : "l"(from), "r"(static_cast<u32>(exists)));
 }
-FP_DEVICE void load_once(u32 (&words)[2], const void* from, bool exists) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.b32 p, %3, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];\n}"
-      : "=&r"(words[0]), "=&r"(words[1])
-      : "l"(from), "r"(static_cast<u32>(exists)));
-}
-
 }  // namespace flashpage::ptx

@@ -26,7 +26,7 @@ struct ColumnsConvert {
   static constexpr int columns = is_tail ? Tile::tail_columns : Tile::part_panels * Tile::panel_columns;
   // Pieces of 16 bytes: of a row, of a lane in all rows, and those that a lane holds.
   static constexpr int row_pieces = columns * static_cast<int>(sizeof(Stored)) / 16, pieces = tokens * row_pieces / 32;
-  static constexpr int held = min_of(pieces, Shared::pieces_held), rows_a_pass = 32 / row_pieces;
+  static constexpr int held = min_of(pieces, 2), rows_a_pass = 32 / row_pieces;
   static_assert(Format::quantised == Traits::head_dim_vo && columns <= Format::scale_columns);
   static_assert(is_same<typename Format::Scale, float>, "a part has one scale, of fp32");
 

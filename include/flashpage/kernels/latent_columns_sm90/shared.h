@@ -30,7 +30,6 @@ struct ColumnsShared {
   // more.
   static constexpr int loading_registers = by_boxes ? WideWarps::loading_registers : takes_turns ? 72 : 56;
   static constexpr int computing_registers = by_boxes ? WideWarps::computing_registers : takes_turns ? 216 : 224;
-  static constexpr int pieces_held = takes_turns ? 4 : 2;  // of 16 bytes, by a lane that converts
   static_assert(Traits::tile_kv == tokens && Traits::ctas == 2 && unit_rows % group_rows == 0 && row_tiles <= 2);
 
   alignas(1024) u8 query[row_tiles][Tile::bytes];

@@ -1,11 +1,10 @@
 // The converting warps of latent_decode_sm90: they load rows in fp8 to registers, and write them to slots in the type
 // of the products.
 //
-// Each warp has a quarter of a slot's rows. As soon as a piece of 16 bytes is written to its slot, the same registers
-// receive the piece of the next slot, so that about a slot of bytes is always in flight without memory of its own.
+// Each warp has a quarter of a slot's rows. When a piece of 16 bytes is written to its slot, the same registers receive
+// the piece of the next slot. The time is that of the conversions.
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/shared.h"
-#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/ld_global.h"
 #include "flashpage/tile/load/latent_numbers.h"
@@ -28,9 +27,6 @@ struct LatentConvert {
   static constexpr int rest_row_pieces = Format::rest * static_cast<int>(sizeof(Rest)) / 16;
   static constexpr int rest_pieces = rows * rest_row_pieces / 32;
   static constexpr int scale_bytes = Format::num_scales * static_cast<int>(sizeof(Scale)), row_scales = scale_bytes / 8;
-  // The compiler would move all loads after all stores, so that none is in flight while others are converted. A wait
-  // for a barrier, which is over at once, keeps them between so many pieces.
-  static constexpr int pieces_together = 4;
   static_assert(rows == 16 && rows * row_pieces % 32 == 0 && rows * rest_row_pieces % 32 == 0);
   static_assert(scale_bytes <= Shared::scale_bytes && scale_bytes % 8 == 0 && Format::quantised % 64 == 0);
 
@@ -117,7 +113,9 @@ struct LatentConvert {
   template <int words>
   FP_DEVICE static void load(u32 (&to)[words], u64 row_address, u32 present, int row, int byte) {
     const u64 from = __shfl_sync(0xffffffff, row_address, row) + byte;
-    ptx::load_once(to, reinterpret_cast<const void*>(from), (present >> row & 1) != 0);
+#pragma unroll
+    for (u32& word : to) word = 0;
+    if (present >> row & 1) ptx::load_once(to, reinterpret_cast<const void*>(from));
   }
 
   // Writes the pieces of a slot that have arrived, and requests those of the next one.
@@ -131,12 +129,9 @@ struct LatentConvert {
     }
 #pragma unroll
     for (int i = 0; i < pieces; ++i) {
-      // Opaque, because the compiler would otherwise shuffle the addresses of all rows early, and spill them.
-      const int piece = i * 32 + static_cast<int>(ptx::opaque(lane));
-      const int row = piece / row_pieces, in_row = piece % row_pieces;
+      const int piece = i * 32 + lane, row = piece / row_pieces, in_row = piece % row_pieces;
       if constexpr (writes) write_quantised(held.quantised[i], tile, row, in_row);
       load(held.quantised[i], next.quantised, present, row, in_row * 16);
-      if (writes && i % pieces_together == pieces_together - 1) shared.ring.wait_empty(use);
     }
 #pragma unroll
     for (int i = 0; i < rest_pieces; ++i) {

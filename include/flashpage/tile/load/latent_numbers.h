@@ -31,32 +31,12 @@ FP_DEVICE void scale_pairs(u32 (&pairs)[4], float scale) {
   }
 }
 
-// Multiplies bf16 pairs by a scale that is the sum of two bf16 numbers. The result is the rounded fp32 product, except
-// where that is next to a tie. Conversions to and from fp32 would take longer.
-struct Bf16Scale {
-  u32 high, low;  // pairs
-
-  FP_DEVICE explicit Bf16Scale(float scale) {
-    high = ptx::pack2<Bf16>(scale, scale);
-    const float rest = scale - ptx::unpack2<Bf16>(high).x;
-    low = ptx::pack2<Bf16>(rest, rest);
-  }
-  FP_DEVICE u32 times(u32 pair) const { return ptx::fma_bf162(pair, high, ptx::mul_bf162(pair, low)); }
-};
-
 // Eight e4m3, in two words, as pairs of To, times a scale.
 template <class To>
 FP_DEVICE void widen_eight(u32 (&pairs)[4], u32 first, u32 second, float scale) {
-  using Wide = typename select_type<is_same<To, Bf16>, Bf16, Half>::type;
-  ptx::widen4<Wide, E4m3>(first, pairs[0], pairs[1]);
-  ptx::widen4<Wide, E4m3>(second, pairs[2], pairs[3]);
-  if constexpr (is_same<To, Bf16>) {
-    const Bf16Scale factor(scale);
-#pragma unroll
-    for (u32& pair : pairs) pair = factor.times(pair);
-  } else {
-    scale_pairs<To, Half>(pairs, scale);
-  }
+  ptx::widen4<Half, E4m3>(first, pairs[0], pairs[1]);
+  ptx::widen4<Half, E4m3>(second, pairs[2], pairs[3]);
+  scale_pairs<To, Half>(pairs, scale);
 }
 
 // Stores sixteen e4m3 as two chunks of eight To, times a scale: the first two words' chunk or, `turned`, the other one

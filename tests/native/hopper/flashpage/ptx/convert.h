@@ -74,28 +74,16 @@ u32 pack4(float first, float second, float third, float fourth) {
 }
 template <class Wide, class Narrow>
 void widen4(u32 four, u32& pair0, u32& pair1) {
-  static_assert(is_same<Narrow, E4m3> || (is_same<Wide, Half> && is_fp8<Narrow>));
+  static_assert(is_same<Wide, Half> && is_fp8<Narrow>);
   u32 wide[4];
   for (int i = 0; i < 4; ++i) {
     const u8 bits = four >> 8 * i & 0xff;
-    if (is_same<Wide, Bf16>) {
-      wide[i] = hopper::to_bf16(hopper::of_e4m3(bits));
-    } else {
-      wide[i] = is_same<Narrow, E4m3> ? hopper::to_half(hopper::of_e4m3(bits)) : bits << 8;
-    }
+    wide[i] = is_same<Narrow, E4m3> ? hopper::to_half(hopper::of_e4m3(bits)) : bits << 8;
   }
   pair0 = wide[0] | wide[1] << 16;
   pair1 = wide[2] | wide[3] << 16;
 }
 
-inline u32 fma_bf162(u32 a, u32 b, u32 c) {
-  const auto one = [&](int shift) {
-    const auto of = [&](u32 pair) { return hopper::of_bf16(pair >> shift & 0xffff); };
-    return hopper::to_bf16(std::fmaf(of(a), of(b), of(c))) << shift;
-  };
-  return one(0) | one(16);
-}
-inline u32 mul_bf162(u32 a, u32 b) { return fma_bf162(a, b, 0x80008000); }
 u32 mul_half2(u32, u32);
 u32 fma_half2(u32, u32, u32);
 u32 negative_fma_half2(u32, u32, u32);
