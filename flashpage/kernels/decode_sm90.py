@@ -18,7 +18,6 @@ from .work import InnerLoop, Work
 MOST_PACKED_ROWS = 64
 _MOST_STAGES = 64  # the header uses as many as fit the ring
 _HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measured
-_HAS_NARROW_LINES = False  # under test: rows of at most 64 bytes in lines of 64, so that the ring holds twice as many
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
 
@@ -109,9 +108,10 @@ def _cost(work: Work, tile: Tile) -> Cost:
 
 
 def _line_bytes(spec: KernelSpec) -> int:
+    """Rows of at most 64 bytes have lines of 64, so that the ring holds twice as many."""
     row_bytes = max(spec.head_dim_qk, spec.head_dim_vo) * spec.kv_dtype.size
     is_narrow = spec.loader == "boxes" and spec.position_encoding == "none" and row_bytes <= NARROW_LINE_BYTES
-    return NARROW_LINE_BYTES if _HAS_NARROW_LINES and is_narrow else LINE_BYTES
+    return NARROW_LINE_BYTES if is_narrow else LINE_BYTES
 
 
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
