@@ -50,7 +50,7 @@ struct fp_context_row {
   double least_tokens, most_tokens;  // seen by a row, on average
 };
 struct fp_context_table {
-  fp_context_row rows[4];
+  fp_context_row rows[5];
   int32_t count;
   int32_t page_size;  // tokens of an entry of kv_indptr; at least 1
   double hidden;      // tokens hidden from a row for each row of its request: half a token if causal

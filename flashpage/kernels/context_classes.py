@@ -12,7 +12,7 @@ class ContextClass(enum.Enum):
     """How many tokens the rows of a batch see, and whether the rows are few (ContextLengths)."""
 
     USUAL = "none of the others"
-    FEW = "not many, and the rows are so few that every unit has half of an SM for itself"
+    FEW = "not many, and either they or the rows are so few that two CTAs on an SM pay"
     SHORT = "so few that shorter tiles pay"
     LONG = "so many that tiles at the edge of a mask hardly count, and pairs of CTAs pay"
 

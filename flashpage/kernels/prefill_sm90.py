@@ -8,7 +8,8 @@ import math
 
 from .. import native
 from ..base.dtypes import DType
-from ..variants.source import takes_many_registers
+from ..variants.source import soft_cap, takes_many_registers
+from ..variants.spec import VariantSpec
 from . import wgmma_source
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .context_classes import ANY_ROWS, ContextClass, context_row
@@ -31,6 +32,8 @@ from .tile import MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work, inner_loop
 
 _SHORT_TILE_TOKENS = 128
+# Under test: caps by tanh.approx, 1.3 times faster; scores are then off by 2^-11 of themselves (docs/tried.md).
+_HAS_APPROXIMATE_CAPS = False
 PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the rows; they count as one CTA below"
 SHORT_NOTE = f"rows see few tokens: tiles of {_SHORT_TILE_TOKENS}"
 FEW_NOTE = "rows are few: one warpgroup computes, and an SM has two CTAs"
@@ -62,6 +65,7 @@ _STORED = (
     _Row(96, 64, why="masks or RoPE for every token"),
     _Row(96, 128, needs=_when("loads")),
     _Row(80, 128),
+    _Row(128, 192, 128, needs=_when("plain", "whole")),
     _Row(112, 192, 128, needs=_when("light")),
     _Row(80, 192, 128),
     _Row(80, 192, needs=_when("light")),
@@ -151,7 +155,16 @@ def _tile(work: Work) -> Tile:
     may_be_taller = 192 % options.group_size == 0 or 128 % options.group_size != 0
     if work.widest <= 96 and "light" in shape.facts and "heavy function" not in shape.facts and may_be_taller:
         return Tile(192, 96, 12, 1, 4) if work.widest <= 64 else Tile(192, 80, 12, 1, 3)
+    # Three warpgroups keep the special-function unit busier.
+    is_capped = _approximates_tanh(work.variant, options.q_dtype) and {"light", "whole"} <= shape.facts
+    if work.widest <= 128 and is_capped and may_be_taller and options.kv_source == "ragged" and not options.has_mask:
+        return Tile(192, 80, 12, 1, 3)
     return _two_groups(tokens, 2)
+
+
+def _approximates_tanh(variant: VariantSpec, product: DType) -> bool:
+    """Whether a soft cap is computed with tanh.approx, which loses more than fp16 weights do."""
+    return _HAS_APPROXIMATE_CAPS and bool(soft_cap(variant)) and product is not DType.FLOAT16
 
 
 def _two_groups(tokens: int, stages: int) -> Tile:
@@ -163,7 +176,7 @@ def _rotated_tokens(head_dim_qk: int, loader: str, most: int) -> int:
     and loaders of rows have tables."""
     if head_dim_qk > 192:
         most = min(most, 32 if loader == "rows" else 64)
-    wanted = (128, 96, 64, 32) if head_dim_qk > 128 else (128, 64, 32)
+    wanted = (96, 64, 32) if head_dim_qk > 128 else (128, 64, 32)
     return next(tokens for tokens in wanted if tokens <= most)
 
 
@@ -221,6 +234,7 @@ _SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_ROWS_OF_SM = 320, 640, 2 * 128
 # (docs/tried.md). Longer units are cut anyway, and two warpgroups in one CTA compute faster than two CTAs.
 _ROWS_OF_HALVES = 64  # packed rows of each of two CTAs on an SM: those of one warpgroup
 _CONTEXT_OF_FEWEST, _FEWEST_ROWS_OF_SM = 1200, 2 * _ROWS_OF_HALVES
+_CONTEXT_OF_HALVES = 160  # tokens that a row sees with which two CTAs on an SM are faster, however many rows there are
 _WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an SM's registers
 
 
@@ -232,9 +246,12 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
     # Only these sizes have tiles of this class; others would prepare the same kernel twice.
     has_short = options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
     # So few rows that an SM can have two CTAs.
-    few = _FEWEST_ROWS_OF_SM * card.sms // options.num_q_heads if _has_tiles_of_few(options) else 0
     few_of_sm = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)
-    rows = [context_row(ContextClass.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST)]
+    rows = []
+    if _has_tiles_of_few(options):
+        few = _FEWEST_ROWS_OF_SM * card.sms // options.num_q_heads
+        rows.append(context_row(ContextClass.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST))
+        rows.append(context_row(ContextClass.FEW, ANY_ROWS, is_prefill, most_tokens=_CONTEXT_OF_HALVES))
     if not has_short_window:
         rows.append(context_row(ContextClass.LONG, ANY_ROWS, _ROWS_FOR_PAIRS / group, least_tokens=least_tokens))
     if has_short:
@@ -297,6 +314,7 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
     product = wgmma_source.product_dtype(spec)
     return (
         *attention_traits(spec, product, product, "swizzled"),
+        f"static constexpr bool approximates_tanh = {str(_approximates_tanh(spec.variant, product)).lower()};",
         *(f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ShortKeyProduct", "ValueProduct")),
     )
 

@@ -65,24 +65,24 @@ def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, t
 
 
 @pytest.mark.parametrize(
-    ("changed", "variant", "tokens"),
+    ("changed", "variant", "tokens", "is_short"),
     [
-        ({}, VariantSpec(), 128),
-        ({"kv_source": "ragged", "page_size": 0}, VariantSpec(), 128),
-        ({"q_dtype": DType.FLOAT16, "kv_dtype": DType.FLOAT16}, VariantSpec(), 128),
-        ({"page_size": 1}, VariantSpec(), 160),
-        ({"has_mask": True}, VariantSpec(), 160),
-        ({}, builtin(soft_cap=30.0).spec, 160),
-        ({"head_dim_qk": 192}, VariantSpec(), 112),
+        ({}, VariantSpec(), 128, True),
+        ({"kv_source": "ragged", "page_size": 0}, VariantSpec(), 128, True),
+        ({"q_dtype": DType.FLOAT16, "kv_dtype": DType.FLOAT16}, VariantSpec(), 128, True),
+        ({"page_size": 1}, VariantSpec(), 160, False),
+        ({"has_mask": True}, VariantSpec(), 160, False),
+        ({}, builtin(soft_cap=30.0).spec, 160, False),
+        ({"head_dim_qk": 192}, VariantSpec(), 128, False),
     ],
 )
 def test_short_contexts_have_short_tiles(
-    changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any], variant: VariantSpec, tokens: int, is_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     usual, choice = usual_and(ContextClass.SHORT, changed, variant)
     assert choice.spec.tile is not None and choice.spec.tile.tile_kv == tokens
-    assert (choice.spec != usual.spec) is (SHORT_NOTE in choice.reasons) is (tokens == 128)
+    assert (choice.spec != usual.spec) is (SHORT_NOTE in choice.reasons) is is_short
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,10 @@ def test_few_rows_have_tiles_of_one_warpgroup(
 def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has_them: bool) -> None:
     options = dataclasses.replace(DECODE, uniform_q_len=0, num_q_heads=8, num_kv_heads=2)
     lengths = ContextLengths(dataclasses.replace(options, **changed), devices.H200)
-    assert lengths.most_rows_of_few == (2112 if has_them else 0)
-    sizes = ((1, 2112, 1200), (1, 2113, 1200), (1, 2112, 1201), (2, 32, 200))
-    assert [lengths.of(*size) is ContextClass.FEW for size in sizes] == [has_them, False, False, False]
+    assert lengths.most_rows_of_few == (ANY_ROWS if has_them else 0)
+    sizes = ((1, 2112, 1200), (10, 20480, 1600), (1, 2113, 1200), (1, 2112, 1201), (10, 20480, 1601), (2, 32, 200))
+    few = [has_them, has_them, False, False, False, False]
+    assert [lengths.of(*size) is ContextClass.FEW for size in sizes] == few
 
 
 def test_classes_are_those_of_the_cards_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from cases.case import Case
 from reference import LOG2_E, State
-from tolerance import Limits, has_fp8_products, limits
+from tolerance import Limits, approximates_tanh, has_fp8_products, limits
 
 GUARD_BYTES, GUARD_VALUE = 4096, 0xAB
 
@@ -53,12 +53,16 @@ def compare(case: Case, outputs: Outputs, states: list[State]) -> Report:
         raise Mismatch(f"{case}: out has shape {tuple(out.shape)}, expected {expected}")
     if outputs.out.dtype != getattr(torch, case.out_type) or (lse is not None and outputs.lse.dtype != torch.float32):
         raise Mismatch(f"{case}: out is {outputs.out.dtype}, lse {outputs.lse.dtype if lse is not None else None}")
-    fp8_products = outputs.out.is_cuda and has_fp8_products(case)
+    on_card = outputs.out.is_cuda
+    kinds = {
+        "fp8_products": on_card and has_fp8_products(case),
+        "approximate_tanh": on_card and approximates_tanh(case),
+    }
     used, begin = [], 0
     for request, state in enumerate(states):
         end = begin + len(state.out)
         lse_rows = None if lse is None else lse[begin:end]
-        used.append(_compare_request(case, request, out[begin:end], lse_rows, state, fp8_products=fp8_products))
+        used.append(_compare_request(case, request, out[begin:end], lse_rows, state, kinds))
         begin = end
     exact = torch.cat([state.out for state in states])
     frobenius = float((out - exact).norm() / exact.norm()) if exact.norm() > 0 else 0.0
@@ -74,10 +78,10 @@ def _is_untouched(memory: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 def _compare_request(
-    case: Case, request: int, out: torch.Tensor, lse: torch.Tensor | None, state: State, *, fp8_products: bool
+    case: Case, request: int, out: torch.Tensor, lse: torch.Tensor | None, state: State, kinds: dict[str, bool]
 ) -> tuple[float, float, float]:
     """The used share of each limit, at most 1."""
-    allowed: Limits = limits(case, state, fp8_products=fp8_products)
+    allowed: Limits = limits(case, state, **kinds)
     error = (out - state.out).abs()
     shares = {"row": error.norm(dim=-1) / allowed.row, "element": error / allowed.element}
     if lse is not None:

@@ -9,6 +9,8 @@ Inputs are compared as stored, so they carry no error. These roundings remain.
   times that.
 * A score is a sum of head_dim products in fp32, then scaled, capped or shifted. Its absolute error s moves its weight
   by the factor 1 +- s, and the lse by at most s.
+* On Hopper, prefill with bf16 weights can take the card's tanh for a soft cap (approximates_tanh): a capped score is
+  then off by 2^-11 of itself.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
   the spread of scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
 * Latent rows in fp8 with scales that are no powers of two are rounded to q's type, as keys and as values.
@@ -31,9 +33,12 @@ import torch
 from cases.case import Case
 from reference import LOG2_E, State
 
+from flashpage.kernels import prefill_sm90
+
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 FP32 = 2.0**-24
 E4M3, FP8_SUMS = 2.0**-4, 2.0**-13
+TANH = 2.0**-11  # tanh.approx, relative
 ROW_SLACK = 1.25  # a row whose dominant weights all fall just above a power of two
 SUM_SLACK = 4.0  # fp32 sums of n terms err by about sqrt(n) units; four standard deviations
 
@@ -52,16 +57,27 @@ def has_fp8_products(case: Case) -> bool:
     is_e4m3 = case.q_dtype == case.kv_type == "float8_e4m3fn"
     is_whole = case.entry not in ("decode", "paged", "sink") or case.page_size % 8 == 0
     has_dims = all(dim % 32 == 0 and dim <= 256 for dim in (case.head_dim, case.value_dim))
+    return is_e4m3 and is_whole and has_dims and _is_prefill(case) and not case.mask and case.position != "ROPE_LLAMA"
+
+
+def approximates_tanh(case: Case) -> bool:
+    """Whether prefill_sm90 computes a soft cap with tanh.approx: its weights are not fp16."""
+    is_bf16 = case.q_dtype == case.kv_type == "bfloat16"
+    takes_it = prefill_sm90._HAS_APPROXIMATE_CAPS and bool(case.soft_cap)
+    return takes_it and _is_prefill(case) and (is_bf16 or has_fp8_products(case))
+
+
+def _is_prefill(case: Case) -> bool:
+    """Whether there are more packed rows a request than decode kernels take."""
     is_invariant = case.fixed_split_size and case.entry != "decode"
     rows = 64 if is_invariant else math.ceil(sum(case.q_lens) / max(1, len(case.q_lens)))
-    is_prefill = rows * case.num_q_heads // case.num_kv_heads > 64
-    return is_e4m3 and is_whole and has_dims and is_prefill and not case.mask and case.position != "ROPE_LLAMA"
+    return rows * case.num_q_heads // case.num_kv_heads > 64
 
 
-def limits(case: Case, expected: State, *, fp8_products: bool = False) -> Limits:
+def limits(case: Case, expected: State, *, fp8_products: bool = False, approximate_tanh: bool = False) -> Limits:
     """The limits of one request of a case, from the sums that the reference returns."""
     unit = max(_query_unit(case), UNIT[case.out_type])
-    score = score_error(case, fp8_products=fp8_products)
+    score = score_error(case, fp8_products=fp8_products, approximate_tanh=approximate_tanh)
     most = max(max(case.kv_lens), 1)
     if fp8_products:
         weight = max(unit, E4M3) + score + FP8_SUMS * math.ceil(most / 32)
@@ -80,7 +96,7 @@ def limits(case: Case, expected: State, *, fp8_products: bool = False) -> Limits
     return Limits(row, element, lse)
 
 
-def score_error(case: Case, *, fp8_products: bool = False) -> float:
+def score_error(case: Case, *, fp8_products: bool = False, approximate_tanh: bool = False) -> float:
     """Absolute error of one score in natural-log units; q and k are standard normal."""
     scale = abs(case.score_scale) * (1.6 if case.scales else 1.0)
     spread = scale * math.sqrt(case.head_dim)  # standard deviation of a score
@@ -90,6 +106,8 @@ def score_error(case: Case, *, fp8_products: bool = False) -> float:
     transforms = 0.0
     if case.soft_cap:
         transforms += 8 * FP32 * case.soft_cap  # tanh within a few units of its largest value
+    if approximate_tanh:
+        transforms += TANH * largest
     if case.position == "ALIBI" or case.variant:
         transforms += 8 * FP32 * max(case.kv_lens)  # slope times distance, added to the score
     if case.has_uneven_scales:

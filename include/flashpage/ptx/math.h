@@ -1,4 +1,4 @@
-// exp2, log2, sine and cosine on the special-function unit.
+// exp2, log2, tanh, sine and cosine on the special-function unit.
 #pragma once
 #include "flashpage/common/types.h"
 
@@ -13,6 +13,13 @@ FP_DEVICE float exp2_approx(float x) {
 FP_DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Relative error at most 2^-11.
+FP_DEVICE float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -24,6 +24,10 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
   static constexpr int short_tokens =
       ShortKeyProduct::columns;  // width of a last tile with few tokens; 0: there are no short tiles
 
+  // Whether scores are transformed while the values of the tile before are multiplied: a soft cap takes longer than
+  // they do.
+  static constexpr bool overlaps_transform = approximates_tanh<Traits> && !has_mask_tiles<Traits>;
+
   using Base::order;
   using Base::params;
   using Base::pipeline;
@@ -77,14 +81,25 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
     if constexpr (!Warps::by_rows) pipeline.wait_values(pipeline.use - 1);
     issue_values<tokens>(unit, true);
     pipeline.look_ahead();
-    // Waits for both: the value product ends only some ten cycles after it could be issued, and then both slots are
-    // free.
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_settle(scores[0]);
-    ptx::wgmma_settle(unit.values[0]);
-    pipeline.release_keys();
-    pipeline.release_values();
-    unit.rules.apply(scores, unit.tiles);
+    if constexpr (overlaps_transform) {
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_settle(scores[0]);
+      pipeline.release_keys();
+      unit.rules.transform(scores, unit.tiles);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(unit.values[0]);
+      pipeline.release_values();
+      unit.rules.mask(scores, unit.tiles);
+    } else {
+      // Waits for both: the value product ends only some ten cycles after it could be issued, and then both slots are
+      // free.
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(scores[0]);
+      ptx::wgmma_settle(unit.values[0]);
+      pipeline.release_keys();
+      pipeline.release_values();
+      unit.rules.apply(scores, unit.tiles);
+    }
     if (Softmax::run(unit.state, scores, unit.probabilities, unit.rules.softmax_scale, unit.factor))
       unit.state.rescale(unit.values, unit.factor);
   }

@@ -71,7 +71,8 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
     u32 probabilities[steps][4];
     float exponents[max_of(later, 1) * 4][4];
     Unit unit{tiles, rules, values, factor, sum_factor, left, state, probabilities, exponents};
-    rules.apply_one_by_one(scores, tiles);
+    rules.transform(scores, tiles);
+    rules.mask(scores, tiles);
     state.raise(scores, rules.softmax_scale, factor);
     soften(unit, scores);
 #pragma unroll 1
@@ -98,7 +99,8 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
     ptx::wgmma_wait<1>();
     ptx::wgmma_settle(scores[0]);
     pipeline.release_keys();
-    unit.rules.apply_one_by_one(scores, unit.tiles);
+    unit.rules.transform(scores, unit.tiles);
+    unit.rules.mask(scores, unit.tiles);
     const bool outgrown = unit.state.raise(scores, unit.rules.softmax_scale, unit.factor);
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(unit.values[0]);

@@ -82,10 +82,11 @@ struct ScoreRules {
       mask_scores<Traits, true>(scores, rows, args, first);
     }
   }
-  // As apply, for fp8: transform and masks follow each other, so that no register of the masks is live during the
-  // transform.
-  FP_DEVICE void apply_one_by_one(auto& scores, const UnitTiles<Traits>& tiles) const {
+  // As apply, in two steps, so that no register of the masks is live during the transform. Not for mask tiles.
+  FP_DEVICE void transform(auto& scores, const UnitTiles<Traits>& tiles) const {
     if (transforms) transform_scores<Traits>(scores, scale, rows, args, tiles.first);
+  }
+  FP_DEVICE void mask(auto& scores, const UnitTiles<Traits>& tiles) const {
     if (masks_all || tiles.first < tiles.tokens.clear_begin || tiles.first > tiles.tokens.clear_end)
       mask_scores<Traits, true>(scores, rows, args, tiles.first);
   }

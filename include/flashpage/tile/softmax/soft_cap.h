@@ -1,5 +1,6 @@
 // Soft caps: cap * tanh(score / cap). The tanh is a polynomial if all scores of a warp's tile are smaller than the cap,
-// and else needs two special functions.
+// and else needs two special functions. Where arithmetic limits a kernel and weights are bf16, it is the card's
+// approximation: its error of 2^-11 of a score changes a weight less than bf16 does.
 #pragma once
 #include "flashpage/params/variant.h"
 #include "flashpage/ptx/math.h"
@@ -8,16 +9,19 @@
 namespace flashpage {
 
 // The argument of a score is argument_scale * score. Its tanh replaces it, and softmax_scale converts that to base 2.
+template <bool approximate>
 struct SoftCap {
   float cap, argument_scale;
 
   FP_DEVICE explicit SoftCap(float cap)
-      : cap(cap < 0.f ? -cap : cap), argument_scale(2.f * ptx::reciprocal_approx(this->cap)) {}
+      : cap(cap < 0.f ? -cap : cap), argument_scale((approximate ? 1.f : 2.f) * ptx::reciprocal_approx(this->cap)) {}
   FP_DEVICE float softmax_scale() const { return cap * log2_e; }
 
   template <int token_tiles>
   FP_DEVICE static void apply(float (&arguments)[token_tiles][4]) {
-    if (are_small(arguments)) {
+    if constexpr (approximate) {
+      for_each(arguments, [](float& y) { y = ptx::tanh_approx(y); });
+    } else if (are_small(arguments)) {
       for_each(arguments, [](float& y) { y = polynomial(y); });
     } else {
       for_each(arguments, [](float& y) { y = exact(y * log2_e); });

@@ -8,6 +8,16 @@
 
 namespace flashpage {
 
+// Whether the tanh of a soft cap may be off by 2^-11 of a score. A kernel that is limited by arithmetic says so in its
+// Traits.
+template <class Traits>
+inline constexpr bool approximates_tanh = [] {
+  if constexpr (requires { Traits::approximates_tanh; }) return Traits::approximates_tanh;
+  return false;
+}();
+template <class Traits>
+using SoftCapOf = SoftCap<approximates_tanh<Traits>>;
+
 // The factor from a raw score to base 2, or to natural-log units if there is a logit transform. transform_scores
 // applies a per-head q_scale.
 template <class Traits>
@@ -28,7 +38,8 @@ FP_DEVICE bool scales_first(float score_scale) {
 // The factor that softmax applies after transform_scores.
 template <class Traits>
 FP_DEVICE float softmax_scale_of(float score_scale, [[maybe_unused]] const VariantArgs& args) {
-  if constexpr (Traits::Variant::ends_in_soft_cap) return SoftCap(Traits::Variant::soft_cap(args)).softmax_scale();
+  if constexpr (Traits::Variant::ends_in_soft_cap)
+    return SoftCapOf<Traits>(Traits::Variant::soft_cap(args)).softmax_scale();
   if constexpr (Traits::Variant::has_logit) return log2_e;
   return scales_first<Traits>(score_scale) ? 1.f : score_scale;
 }
@@ -45,7 +56,8 @@ FP_DEVICE bool transforms_scores(const AttentionParams& params, float scale) {
 // A factor of scores in addition to their scale: argument_scale, if a soft cap is the whole transform.
 template <class Traits>
 FP_DEVICE float first_factor(const VariantArgs& args) {
-  if constexpr (Traits::Variant::only_soft_cap) return SoftCap(Traits::Variant::soft_cap(args)).argument_scale;
+  if constexpr (Traits::Variant::only_soft_cap)
+    return SoftCapOf<Traits>(Traits::Variant::soft_cap(args)).argument_scale;
   return 1.f;
 }
 
@@ -109,7 +121,7 @@ FP_DEVICE void transform_each(float (&scores)[Shape<Traits>::row_tiles][token_ti
 // score = cap of argument_of(score * scale, row, token) for each score.
 template <class Traits, int token_tiles, class RowOf, class ArgumentOf>
 FP_DEVICE void cap_each(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], i32 first_token, int lane,
-                        RowOf&& row_of, const SoftCap& cap, ArgumentOf&& argument_of) {
+                        RowOf&& row_of, const SoftCapOf<Traits>& cap, ArgumentOf&& argument_of) {
   transform_each<Traits>(scores, first_token, lane, row_of, argument_of);
 #pragma unroll
   for (int m = 0; m < Shape<Traits>::row_tiles; ++m) cap.apply(scores[m]);
@@ -128,10 +140,10 @@ FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][toke
     if constexpr (!Variant::logit_loads_by_token) return token;
   };
   if constexpr (Variant::only_soft_cap) {
-    cap_each<Traits>(scores, first_token, lane, row_of, SoftCap(Variant::soft_cap(args)),
+    cap_each<Traits>(scores, first_token, lane, row_of, SoftCapOf<Traits>(Variant::soft_cap(args)),
                      [](float argument, const TransformedRow&, vm::Token) { return argument; });
   } else if constexpr (Variant::ends_in_soft_cap) {
-    const SoftCap cap(Variant::soft_cap(args));
+    const SoftCapOf<Traits> cap(Variant::soft_cap(args));
     cap_each<Traits>(
         scores, first_token, lane, row_of, cap, [&](float score, const TransformedRow& row, vm::Token token) {
           score = Variant::before_soft_cap(args, score, item.request, row.head, row.position, known(token));

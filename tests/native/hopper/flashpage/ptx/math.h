@@ -5,6 +5,7 @@
 namespace flashpage::ptx {
 
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float tanh_approx(float x) { return std::tanh(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 // Rounds to the nearest multiple of 2^-21.
 inline float coarse(float x) { return std::rint(x * 0x1p21f) * 0x1p-21f; }
