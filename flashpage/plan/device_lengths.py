@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,14 +55,15 @@ class TableLengths:
         if num_requests is not None and _entries(num_requests, "num_requests", device, (torch.int32,)) != 1:
             raise PlanError(f"num_requests has shape {tuple(num_requests.shape)}: pass one number, [1].")
         # A card reads all of them in place at every replay; on the CPU copies protect kernels from later changes.
-        given = (self.tables, seq_lens, q_indptr, table_rows, num_requests)
-        is_cpu = device.type == "cpu"
-        read = [tensor.clone() if is_cpu and tensor is not None else tensor for tensor in given]
+        self._given = (self.tables, seq_lens, q_indptr, table_rows, num_requests)
+        self._places, self._options = _places_of(self._given), options
+        self._is_cpu, self._is_checked = device.type == "cpu", env.is_on("FLASHPAGE_CHECK_INDICES")
+        read = [tensor.clone() if self._is_cpu and tensor is not None else tensor for tensor in self._given]
         self.read, self.seq_lens, self.q_indptr, self.table_rows, self.num_requests = read
+        self._max_rows = max_rows
         self.max_rows = max_rows if q_indptr is not None else self.batch * options.uniform_q_len
         self.max_page = -1
-        if device.type == "cpu" or _is_checked():
-            self._check_numbers(has_pages=not options.is_selected)
+        self._judge()
         self.struct = native.Tables(
             q_indptr=_address(self.q_indptr, "qo_indptr"),
             seq_lens=_address(self.seq_lens, "seq_lens"),
@@ -78,6 +80,25 @@ class TableLengths:
             page_size=options.page_span,
         )
         self.address = ctypes.addressof(self.struct)
+
+    def are_of(self, given: Sequence[torch.Tensor | None], max_rows: int, options: Options) -> bool:
+        """Whether block tables, seq_lens, q_indptr, table_rows and num_requests lie where those of this object do, so
+        that it may be planned again."""
+        return options is self._options and max_rows == self._max_rows and _places_of(given) == self._places
+
+    def read_again(self) -> None:
+        """Takes the numbers that are there now."""
+        if self._is_cpu:
+            mine = (self.read, self.seq_lens, self.q_indptr, self.table_rows, self.num_requests)
+            for copy, tensor in zip(mine, self._given, strict=True):
+                if copy is not None and tensor is not None:
+                    copy.copy_(tensor)
+        self._judge()
+
+    def _judge(self) -> None:
+        """A card's numbers are copied to the host and checked if the user says so, but not inside of a capture."""
+        if self._is_cpu or (self._is_checked and not torch.cuda.is_current_stream_capturing()):
+            self._check_numbers(has_pages=not self._options.is_selected)
 
     def take(self, options: Options) -> None:
         """The struct for the options that are planned next."""
@@ -131,13 +152,13 @@ class TableLengths:
                 raise PlanError(f"block_tables has page {least} in use: every page in use is 0 or more.")
 
 
+def _places_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """The memory that tensors describe."""
+    return [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+
+
 def _address(tensor: torch.Tensor | None, name: str) -> int | None:
     return None if tensor is None else tensor_memory.address(tensor, name, PlanError)
-
-
-def _is_checked() -> bool:
-    """Whether a card's numbers are copied to the host and checked; not inside of a capture."""
-    return env.is_on("FLASHPAGE_CHECK_INDICES") and not torch.cuda.is_current_stream_capturing()
 
 
 def _entries(tensor: Any, name: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> int:

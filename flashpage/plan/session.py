@@ -230,9 +230,13 @@ class Planner(OptionPlans):
             self._forget([other])  # if planning failed, the next run with these options raises the error
 
     def plan_on_device(self, tables: TableLengths) -> None:
-        """Plans on the device, from lengths there, for the options of plan and for those that runs have used."""
-        self.invalidate()
+        """Plans on the device, from lengths there, for the options of plan and for those that runs have used. The last
+        lengths are planned again by the launches alone."""
         batch, struct = self.batch, self.batch.struct
+        if tables is batch.tables and self.is_planned and self._last == self.generation:
+            self._plan_again(tables)
+            return
+        self.invalidate()
         has_limit = self.is_graph and batch.capacity is None and tables.q_indptr is not None
         if has_limit and tables.max_rows > struct.most_total_rows:
             raise PlanError(
@@ -249,6 +253,16 @@ class Planner(OptionPlans):
         self.indices.use_tables(tables.read, tables.max_page)
         self.block_tables = tables.tables
         self._last = self.generation
+        self.is_planned = True
+
+    def _plan_again(self, tables: TableLengths) -> None:
+        """The kernels, the sizes of memory and all that runs have bound stay as they are."""
+        self.is_planned = False
+        tables.read_again()
+        self.batch.struct.max_page = tables.max_page
+        self.batch.stream = current_stream(self.device_index)
+        for combination in self.active:
+            combination.plan_on_device(self.batch, tables, self.plan_kernel)
         self.is_planned = True
 
     @functools.cached_property

@@ -19,6 +19,7 @@ from flashpage.engines.plugin.versions import TESTED, warn_if_untested
 from flashpage.engines.vllm.plugin import cascade, causal_flags
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
 from flashpage.jit import loader
+from flashpage.plan.option_plan import OptionPlan
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -51,6 +52,24 @@ def test_each_form(name: str, lens: tuple[list[int], list[int]], device: str) ->
     for _ in range(2):  # the second time with known kernels
         found = run(planner.plan(scene.common()), planner.plans.layers[0], scene.tensors())
         close(found, scene.expected())
+
+
+def test_a_step_whose_lengths_lie_where_the_last_ones_did(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It chooses no kernels and binds no run again, and its results are those of the lengths that are there then."""
+    scene, other = Scene(FORMS["usual"], *DECODE, device), Scene(FORMS["usual"], [1] * 4, [64, 2, 33, 130], device)
+    planner, common = scene.planner(), scene.common()
+    common.block_table_tensor = torch.nn.functional.pad(common.block_table_tensor, (0, 4))
+    chosen = []
+    choose = OptionPlan.prepare_on_device
+    monkeypatch.setattr(OptionPlan, "prepare_on_device", lambda *given: (chosen.append(0), choose(*given)))
+    for now in (scene, other, other, scene):
+        common.seq_lens.copy_(torch.tensor(now.kv_lens, dtype=torch.int32))
+        common.block_table_tensor[:, : now.table.shape[1]] = now.table.to(device)
+        close(run(planner.plan(common), planner.plans.layers[0], now.tensors()), now.expected())
+    assert len(chosen) == 1
+    common.seq_lens = common.seq_lens.clone()
+    close(run(planner.plan(common), planner.plans.layers[0], scene.tensors()), scene.expected())
+    assert len(chosen) == 2
 
 
 def uses(planner: GroupPlanner) -> set[Use]:

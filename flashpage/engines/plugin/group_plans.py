@@ -133,6 +133,7 @@ class GroupPlans:
         self._kinds = list(dict.fromkeys(layer.kind for layer in layers))
         self._attentions: dict[Use, dict[LayerKind, Attention]] = {}
         self._options: dict[Any, tuple[Options, RunOptions]] = {}
+        self._tables: dict[tuple[Use, LayerKind], TableLengths] = {}
         self._known_runs: set[tuple[Use, LayerKind, bool]] = set()
 
     def of(self, use: Use) -> dict[LayerKind, Attention]:
@@ -163,17 +164,7 @@ class GroupPlans:
         attentions = self.of(use)
         for kind, attention in attentions.items():
             options, values = self.options(use, kind, is_causal)
-            lengths = TableLengths(
-                self.device,
-                rows.seq_lens,
-                rows.tables,
-                q_indptr=rows.q_indptr,
-                table_rows=rows.table_rows,
-                num_requests=None,
-                max_rows=rows.max_rows,
-                options=options,
-            )
-            attention.plan_on_device(lengths, options, values)
+            attention.plan_on_device(self._lengths(use, kind, rows, options), options, values)
             if use.is_graph and (use, kind, is_causal) not in self._known_runs:
                 self._know_runs(attention, kind, is_causal)
                 self._known_runs.add((use, kind, is_causal))
@@ -189,6 +180,25 @@ class GroupPlans:
         for kind, attention in attentions.items():
             attention.plan(lengths, pages, *self.options(Use.ROWS, kind, is_causal))
         return attentions
+
+    def _lengths(self, use: Use, kind: LayerKind, rows: TableRows, options: Options) -> TableLengths:
+        """The lengths of a step. Engines keep them where the last step's were, so that one object serves many steps."""
+        known, places = (
+            self._tables.get((use, kind)),
+            (rows.tables, rows.seq_lens, rows.q_indptr, rows.table_rows, None),
+        )
+        if known is None or not known.are_of(places, rows.max_rows, options):
+            known = self._tables[use, kind] = TableLengths(
+                self.device,
+                rows.seq_lens,
+                rows.tables,
+                q_indptr=rows.q_indptr,
+                table_rows=rows.table_rows,
+                num_requests=None,
+                max_rows=rows.max_rows,
+                options=options,
+            )
+        return known
 
     def _know_runs(self, attention: Attention, kind: LayerKind, is_causal: bool) -> None:
         """Plans for layers whose options differ from the planned ones, because no plan can be made in a capture."""

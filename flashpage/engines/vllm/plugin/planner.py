@@ -108,7 +108,9 @@ class GroupPlanner:
 
     def _decode(self, use: Use, common: Any, requests: int) -> PagedRows:
         """One row for each of the first requests; being the last one, it sees all tokens."""
-        tables = TableRows(common.seq_lens[:requests], common.block_table_tensor[:requests], None, requests)
+        tables = TableRows(
+            _first(common.seq_lens, requests), _first(common.block_table_tensor, requests), None, requests
+        )
         return PagedRows(self.plans.plan_tables(use, tables, False), requests, False)
 
     def _rows(self, use: Use, common: Any, requests: tuple[int, int], end: int, is_causal: bool) -> PagedRows:
@@ -162,3 +164,8 @@ class GroupPlanner:
         for kind, attention in attentions.items():
             attention.plan(Lengths(indptr, indptr), NO_PAGES, *self.plans.options(Use.RAGGED, kind, False))
         return RaggedRows(attentions, int(indptr[-1]), False)
+
+
+def _first(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The first rows; all of them as they are, since a view takes a tenth of a step's plan."""
+    return rows if rows.shape[0] == count else rows[:count]
