@@ -55,21 +55,16 @@ def test_each_form(name: str, lens: tuple[list[int], list[int]], device: str) ->
 
 
 def test_a_step_whose_lengths_lie_where_the_last_ones_did(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It chooses no kernels and binds no run again, and its results are those of the lengths that are there then."""
+    """No kernels are chosen again, and results are those of the lengths that are there then."""
     scene, other = Scene(FORMS["usual"], *DECODE, device), Scene(FORMS["usual"], [1] * 4, [64, 2, 33, 130], device)
-    planner, common = scene.planner(), scene.common()
-    common.block_table_tensor = torch.nn.functional.pad(common.block_table_tensor, (0, 4))
-    chosen = []
-    choose = OptionPlan.prepare_on_device
+    planner, common, chosen, choose = scene.planner(), scene.common(), [], OptionPlan.prepare_on_device
     monkeypatch.setattr(OptionPlan, "prepare_on_device", lambda *given: (chosen.append(0), choose(*given)))
     for now in (scene, other, other, scene):
         common.seq_lens.copy_(torch.tensor(now.kv_lens, dtype=torch.int32))
-        common.block_table_tensor[:, : now.table.shape[1]] = now.table.to(device)
+        common.block_table_tensor.copy_(now.table)
         close(run(planner.plan(common), planner.plans.layers[0], now.tensors()), now.expected())
-    assert len(chosen) == 1
     common.seq_lens = common.seq_lens.clone()
-    close(run(planner.plan(common), planner.plans.layers[0], scene.tensors()), scene.expected())
-    assert len(chosen) == 2
+    assert planner.plan(common).parts and len(chosen) == 2  # lengths elsewhere
 
 
 def uses(planner: GroupPlanner) -> set[Use]:
