@@ -25,6 +25,7 @@ TITLES = {  # sections in the order of the page
     "prefill": "Prefill and append",
     "more-prefill": "Prefill and append, other shapes",
     "fp8-prefill": "Prefill with e4m3 queries, keys and values",
+    "mla": "Latent rows (MLA)",
     "host": "Host time of plan and run",
     "sglang": "SGLang, tokens per second by attention backend",
 }
@@ -35,6 +36,7 @@ NAMES = {
     "fa3": "FA3",
     "fa3 scheduled": "FA3 scheduled",
     "torch cudnn": "cuDNN",
+    "flashmla": "FlashMLA",
 }
 
 
@@ -81,14 +83,16 @@ def origin(lines: list[Line]) -> str:
 
 def card_table(lines: list[Line]) -> str:
     peers = sorted({label for line in lines for label in line["us"] if label != "flashpage"})
-    unit = UNITS[lines[0]["unit"]]
+    units = {line["unit"]: UNITS[line["unit"]] for line in lines}
+    unit = next(iter(units.values())) if len(units) == 1 else "rate"
     rows = []
     for line in lines:
         times = [f"{line['us'][peer]:,.1f}" if peer in line["us"] else "" for peer in peers]
         ratio = f"{line['ratio']:.3f}" if line["ratio"] else ""
         own = f"{line['us']['flashpage']:,.1f}"
         error = f"{line['errors']['flashpage']:.1e}"
-        rows.append([line["case"], own, f"{line['rate']:,.0f}", *times, ratio, error])
+        rate = f"{line['rate']:,.0f}" + ("" if len(units) == 1 else f" {units[line['unit']]}")
+        rows.append([line["case"], own, rate, *times, ratio, error])
     header = ["case", "flashpage us", unit, *(f"{name(p)} us" for p in peers), "best peer / flashpage", "error"]
     text = table(header, rows)
     if ratios := [line["ratio"] for line in lines if line["ratio"]]:

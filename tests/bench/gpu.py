@@ -16,19 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from latent_peers import LATENT_PEERS, LatentBatch
 from peers import PEERS, Batch, Call, installed
 from record import Recorder
-from workloads import CONTEXTS, DECODE, FP8_PREFILL, MORE_DECODE, MORE_PREFILL, PREFILL, Case
+from workloads import CONTEXTS, DECODE, FP8_PREFILL, MLA, MORE_DECODE, MORE_PREFILL, PREFILL, Case, LatentCase
 
 Key = TypeVar("Key")
-SECTIONS = {
+SECTIONS: dict[str, Sequence[Case]] = {
     "decode": DECODE,
     "more-decode": MORE_DECODE,
     "contexts": CONTEXTS,
     "prefill": PREFILL,
     "more-prefill": MORE_PREFILL,
     "fp8-prefill": FP8_PREFILL,
+    "mla": MLA,
 }
+LIBRARIES: dict[str, Any] = {**PEERS, **LATENT_PEERS}  # of all sections
 
 
 class GpuClock:
@@ -106,25 +109,35 @@ def rounds_of(
 def work(case: Case) -> tuple[int, int]:
     """Bytes that a case must move, and its floating-point operations."""
     element = case.kv_dtype.itemsize
-    kv_bytes = sum(case.kv_lens) * 2 * case.num_kv_heads * case.head_dim * element
-    q_bytes = sum(case.q_lens) * 2 * case.num_q_heads * case.head_dim * 2
+    kv_bytes = sum(case.kv_lens) * case.token_elements * element
+    q_bytes = sum(case.q_lens) * case.num_q_heads * case.columns * 2
     visible = sum(case.visible(q, kv) for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
-    return kv_bytes + q_bytes, 4 * case.num_q_heads * case.head_dim * visible
+    return kv_bytes + q_bytes, 2 * case.num_q_heads * case.columns * visible
+
+
+def tensors(case: Case, device: torch.device) -> tuple[Any, Mapping[str, Any]]:
+    """The tensors of a case, and the libraries that take such."""
+    if isinstance(case, LatentCase):
+        return LatentBatch(case, device), LATENT_PEERS
+    return Batch(case, device), PEERS
 
 
 def measure(
-    case: Case, libraries: Sequence[str], batch: Batch, clock: GpuClock | HostClock, rounds: int
+    case: Case, libraries: Sequence[str], device: torch.device, clock: GpuClock | HostClock, rounds: int
 ) -> list[dict[str, Any]]:
     """One row for each library, all libraries alternating; if a library refuses, the row has its message."""
+    batch, peers = tensors(case, device)
     rows: dict[str, dict[str, Any]] = {}
     replays: dict[str, Callable[[], object]] = {}
     for label in libraries:
+        if label not in peers:
+            continue
         try:
-            call = PEERS[label][1](batch)
+            call = peers[label][1](batch)
             if call is None:  # the library does not support the case
                 continue
             rows[label] = {"library": label, "error": batch.error(call())}
-            replays[label] = clock.capture(call) if case.q_len == 1 else call
+            replays[label] = clock.capture(call) if case.is_decode else call
         except Exception as failure:
             rows[label] = {"library": label, "failed": f"{type(failure).__name__}: {failure}".splitlines()[0][:200]}
     num_bytes, flops = work(case)
@@ -138,14 +151,14 @@ def show(case: Case, row: dict[str, Any]) -> None:
     if "failed" in row:
         print(f"| {case.name} | {row['library']} | {row['failed']} | | |", flush=True)
         return
-    rate = f"{row['gb_per_s']:,.0f} GB/s" if case.q_len == 1 else f"{row['tflop_per_s']:,.0f} TFLOP/s"
+    rate = f"{row[case.unit]:,.0f} {'GB/s' if case.unit == 'gb_per_s' else 'TFLOP/s'}"
     print(f"| {case.name} | {row['library']} | {row['us']:,.1f} us | {rate} | {row['error']:.1e} |", flush=True)
 
 
 def figures(case: Case, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A case as a record: times of all libraries, the best peer, and its time divided by flashpage's."""
     timed = {row["library"]: row for row in rows if "us" in row}
-    unit = "gb_per_s" if case.q_len == 1 else "tflop_per_s"
+    unit = case.unit
     peers = {label: row["us"] for label, row in timed.items() if label != "flashpage"}
     best = min(peers, key=peers.__getitem__, default="")
     own = timed.get("flashpage")
@@ -165,7 +178,9 @@ def figures(case: Case, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
-    parser.add_argument("--libraries", help=f"comma-separated; default: those installed, here {', '.join(installed())}")
+    parser.add_argument(
+        "--libraries", help=f"comma-separated; default: those installed, here {', '.join(installed(LIBRARIES))}"
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each library in a round")
@@ -175,9 +190,9 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)
-    libraries = arguments.libraries.split(",") if arguments.libraries else installed()
-    if unknown := [label for label in libraries if label not in PEERS]:
-        parser.error(f"no library {unknown[0]!r}: there are {', '.join(PEERS)}")
+    libraries = arguments.libraries.split(",") if arguments.libraries else installed(LIBRARIES)
+    if unknown := [label for label in libraries if label not in LIBRARIES]:
+        parser.error(f"no library {unknown[0]!r}: there are {', '.join(LIBRARIES)}")
     recorder, has_failed = Recorder(arguments.json), False
     for section in arguments.sections:
         print(f"\n| {section} | library | time | rate | error |\n| --- | --- | --- | --- | --- |")
@@ -186,7 +201,7 @@ def main() -> int:
                 continue
             case = case.shrunk() if arguments.small else case
             torch.manual_seed(0)
-            rows = measure(case, libraries, Batch(case, device), clock, arguments.rounds)
+            rows = measure(case, libraries, device, clock, arguments.rounds)
             for row in rows:
                 show(case, row)
                 has_failed |= "failed" in row and row["library"] == "flashpage"

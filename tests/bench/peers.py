@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -174,6 +174,6 @@ def _flashinfer(batch: Batch, backend: str) -> dict[str, object]:
     return {"use_tensor_cores": True} if batch.case.q_len == 1 else {"backend": backend}
 
 
-def installed() -> list[str]:
+def installed(peers: Mapping[str, tuple[str, Any]] = PEERS) -> list[str]:
     """Labels of the peers that can be imported here."""
-    return [label for label, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
+    return [label for label, (module, _) in peers.items() if importlib.util.find_spec(module)]

@@ -33,6 +33,7 @@ BENCHMARKS = {
     "more-decode": Benchmark(("gpu.py", "more-decode"), "other batches, groups, pages and head dims", needs_gpu=True),
     "trace": Benchmark(("trace.py",), "when the CTAs of a decode launch start, load, compute and end", needs_gpu=True),
     "load": Benchmark(("load_bench.py",), "how fast the decode kernel's loaders read alone (Hopper)", needs_gpu=True),
+    "mla": Benchmark(("gpu.py", "mla"), "decode over latent rows on the GPU, against the peers", needs_gpu=True),
     "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU, against the peers", needs_gpu=True),
     "more-prefill": Benchmark(("gpu.py", "more-prefill"), "other lengths, groups, windows and dims", needs_gpu=True),
     "sweep": Benchmark(("sweep.py", "--seconds", "60"), "drawn cases against the best peer, a part", needs_gpu=True),

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from gpu import GpuClock, HostClock, figures, measure
-from peers import PEERS, Batch, Lengths, installed, planned
+from peers import PEERS, Lengths, installed, planned
 from record import Recorder
 from workloads import Case
 
@@ -195,7 +195,7 @@ def main() -> int:
         for case in compiler:
             torch.manual_seed(0)
             try:
-                found = figures(case, measure(case, libraries, Batch(case, device), clock, arguments.rounds))
+                found = figures(case, measure(case, libraries, device, clock, arguments.rounds))
             except torch.OutOfMemoryError:
                 found = {"ratio": None, "refused": {"all": "out of memory"}}
             recorder.add(SECTION, case.name, **found)

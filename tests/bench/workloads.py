@@ -86,6 +86,26 @@ class Case:
     def kv_lens(self) -> list[int]:
         return self.q_lens if self.kv_len == self.q_len else self.lens(self.kv_len)
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is timed as a graph's replay, as engines run decode."""
+        return self.q_len == 1
+
+    @property
+    def unit(self) -> str:
+        """The rate that limits it."""
+        return "gb_per_s" if self.is_decode else "tflop_per_s"
+
+    @property
+    def columns(self) -> int:
+        """Of a row of q and its output together, and of a token's K and V."""
+        return 2 * self.head_dim
+
+    @property
+    def token_elements(self) -> int:
+        """Elements of the cache for one token."""
+        return self.num_kv_heads * self.columns
+
     def shrunk(self) -> Case:
         """The same case in a size that a CPU runs at once, to check the benchmark itself."""
         batch = min(self.batch, 2)
@@ -97,6 +117,42 @@ class Case:
         last = torch.arange(kv_len - q_len, kv_len) if self.causal else torch.full((q_len,), kv_len - 1)
         first = torch.arange(kv_len - q_len, kv_len) - self.window_left if self.window_left >= 0 else torch.zeros(q_len)
         return int((last - first.clamp(min=0) + 1).sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentCase(Case):
+    """Attention over latent rows (MLA), whose first `head_dim_vo` columns are V as well; every request has `q_len`
+    rows."""
+
+    num_q_heads: int = 128
+    num_kv_heads: int = 1
+    head_dim: int = 576
+    head_dim_vo: int = 512
+    page_size: int = 64
+
+    @property
+    def q_lens(self) -> list[int]:
+        return [self.q_len] * self.batch
+
+    @property
+    def kv_lens(self) -> list[int]:
+        return [max(n, self.q_len) for n in self.lens(self.kv_len)]
+
+    @property
+    def is_decode(self) -> bool:
+        return True
+
+    @property
+    def unit(self) -> str:
+        return "gb_per_s" if self.q_len * self.num_q_heads <= 64 else "tflop_per_s"
+
+    @property
+    def columns(self) -> int:
+        return self.head_dim + self.head_dim_vo
+
+    @property
+    def token_elements(self) -> int:
+        return self.head_dim
 
 
 DECODE = [
@@ -180,4 +236,21 @@ MORE_PREFILL = [  # other shapes, so that nothing is tuned to the table above al
     Case("chunk 2048 on 128k, page 16", 1, 2048, 131072),
     Case("1k rows on 3k shared before, page 16, 16 requests", 16, 1024, 4096),
     *(Case(f"d {dim}, ragged 1 x 8k", head_dim=dim, num_q_heads=16, num_kv_heads=4, **_RAGGED_8K) for dim in _DIMS),
+]
+
+MLA = [  # without tensor parallelism a card has 128 heads, with eight ranks 16
+    LatentCase("128 heads, batch 1, context 4k", 1, 1, 4096),
+    LatentCase("128 heads, batch 1, context 128k", 1, 1, 131072),
+    LatentCase("128 heads, batch 64, context 4k", 64, 1, 4096),
+    LatentCase("128 heads, batch 128, context 8k", 128, 1, 8192),
+    LatentCase("128 heads, batch 32, context 32k", 32, 1, 32768),
+    LatentCase("128 heads, batch 64, context 4k, lognormal", 64, 1, 4096, "lognormal"),
+    LatentCase("128 heads, batch 64, context 4k, two rows", 64, 2, 4096),
+    LatentCase("128 heads, batch 64, context 4k, page 1", 64, 1, 4096, page_size=1),
+    LatentCase("96 heads, batch 64, context 4k", 64, 1, 4096, num_q_heads=96),
+    LatentCase("64 heads, batch 64, context 4k", 64, 1, 4096, num_q_heads=64),
+    LatentCase("32 heads, batch 128, context 4k", 128, 1, 4096, num_q_heads=32),
+    LatentCase("16 heads, batch 128, context 8k", 128, 1, 8192, num_q_heads=16),
+    LatentCase("16 heads, batch 16, context 2k", 16, 1, 2048, num_q_heads=16),
+    LatentCase("16 heads, batch 128, context 4k, lognormal, page 1", 128, 1, 4096, "lognormal", 16, page_size=1),
 ]
