@@ -189,13 +189,14 @@ int32_t copy_page_numbers(fp_batch& batch, void* stream) {
 
 // ---------------------------------------------------------------- choice of kernels
 
-int32_t contexts_of(const fp_context_table& table, int64_t requests, int64_t rows, int64_t tokens) {
+int32_t contexts_of(const fp_context_table& table, int64_t requests, int64_t rows, int64_t tokens,
+                    bool has_equal_rows) {
   if (requests == 0) return 0;
   const double seen = (static_cast<double>(tokens) - table.hidden * static_cast<double>(rows)) / requests;
   for (int32_t i = 0; i < table.count; ++i) {
     const fp_context_row& row = table.rows[i];
     if (rows <= row.most_rows && static_cast<double>(rows) >= row.least_rows_of_request * requests &&
-        seen >= row.least_tokens && seen <= row.most_tokens) {
+        seen >= row.least_tokens && seen <= row.most_tokens && (has_equal_rows || !row.has_equal_rows)) {
       return row.contexts;
     }
   }
@@ -229,7 +230,10 @@ bool is_for(fp_plan_call& call) {
   if (rows >= std::min(call.gathered_rows_of_request * batch.requests, call.gathered_rows)) return false;
   if (call.contexts >= 0) {
     const int64_t tokens = tokens_of(batch, call.context_table->page_size);
-    if (contexts_of(*call.context_table, batch.requests, batch.rows, tokens) != call.contexts) return false;
+    const bool has_equal_rows = batch.least_rows == batch.most_rows;
+    if (contexts_of(*call.context_table, batch.requests, batch.rows, tokens, has_equal_rows) != call.contexts) {
+      return false;
+    }
   }
   if (!has_few_and_many(call)) return true;
   fp_parts& parts = *call.parts;
@@ -277,8 +281,9 @@ int32_t plan_batch(fp_plan_call& call, void* stream, bool is_chosen) noexcept {
 
 using namespace flashpage;
 
-int32_t fp_contexts_of(const fp_context_table* table, int64_t requests, int64_t rows, int64_t tokens) {
-  return host::contexts_of(*table, requests, rows, tokens);
+int32_t fp_contexts_of(const fp_context_table* table, int64_t requests, int64_t rows, int64_t tokens,
+                       int32_t has_equal_rows) {
+  return host::contexts_of(*table, requests, rows, tokens, has_equal_rows != 0);
 }
 
 void fp_batch_sum_up(fp_batch* batch) { host::sum_up(*batch); }

@@ -15,6 +15,8 @@ class ContextClass(enum.Enum):
     FEW = "not many, and either they or the rows are so few that two CTAs on an SM pay"
     SHORT = "so few that shorter tiles pay"
     LONG = "so many that tiles at the edge of a mask hardly count, and pairs of CTAs pay"
+    EQUAL = "any number, for equally many rows of each request: row tiles of a request are computed side by side"
+    LITTLE = "so few, for so few rows, that a launch mostly starts, ends and merges"
 
 
 CLASSES = tuple(ContextClass)  # a class's number is its index here (csrc/plan_call.h, fp_context_row)
@@ -27,7 +29,10 @@ def context_row(
     least_rows_of_request: float,
     least_tokens: float = -math.inf,
     most_tokens: float = math.inf,
+    has_equal_rows: bool = False,
 ) -> native.ContextRow:
     """The batches of a class: at most so many query rows, at least so many a request on average, and so many tokens
-    that a row sees on average. A kernel lists its rows in AttentionKernel.context_rows."""
-    return native.ContextRow(CLASSES.index(contexts), most_rows, least_rows_of_request, least_tokens, most_tokens)
+    that a row sees on average. `has_equal_rows`: only batches whose requests have equally many rows. A kernel lists its
+    rows in AttentionKernel.context_rows."""
+    number = CLASSES.index(contexts)
+    return native.ContextRow(number, most_rows, least_rows_of_request, least_tokens, most_tokens, has_equal_rows)

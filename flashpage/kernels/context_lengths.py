@@ -32,5 +32,6 @@ class ContextLengths:
         few = CLASSES.index(ContextClass.FEW)
         return max((row.most_rows for row in self.table.rows[: self.table.count] if row.contexts == few), default=0)
 
-    def of(self, batch: int, total_rows: int, total_tokens: int) -> ContextClass:
-        return CLASSES[native.load().fp_contexts_of(self.address, batch, total_rows, total_tokens)]
+    def of(self, batch: int, total_rows: int, total_tokens: int, has_equal_rows: bool = False) -> ContextClass:
+        found = native.load().fp_contexts_of(self.address, batch, total_rows, total_tokens, has_equal_rows)
+        return CLASSES[found]

@@ -66,6 +66,7 @@ class AttentionKernel(Kernel):
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 if rows are not multiples of it
     merges_in_launch: bool = False  # CUDA: partials are merged without another launch
     row_boxes: bool = False  # it loads q and stores out by tensor maps, if they have one
+    query_boxes: bool = False  # it loads q by a tensor map whose boxes may have a part of a group's heads, if q has one
     line_bytes: Callable[[KernelSpec], int] = lambda spec: LINE_BYTES  # of boxes of K and V
     v_line_bytes: int | None = None  # of boxes of V, if those of K differ
     gathers_rows: bool = False  # consecutive rows may be worth a copy of single ones (plan/gather_rows.py)

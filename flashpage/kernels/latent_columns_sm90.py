@@ -52,5 +52,8 @@ KERNEL = dataclasses.replace(
     loader=loader,
     tile=_tile,
     v_line_bytes=NARROW_LINE_BYTES,
+    query_boxes=False,
+    context_rows=lambda options, card: [],
+    context_tile=lambda spec, contexts: None,
     ahead=(*latent_rows(64), *latent_rows(64, 128, page_size=ONE_TOKEN), *listed_rows(64, 128)),
 )

@@ -3,22 +3,78 @@ other."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
+from .. import native
 from . import latent_formats, wgmma_source
 from .ahead import latent_rows
+from .context_classes import ANY_ROWS, ContextClass, context_row
+from .devices import Device
 from .kernel import HALF, AttentionKernel, capability, dtypes
+from .latent_decode_sm90 import KERNEL as NARROW
 from .latent_decode_sm90 import only_latent_rows, plain, same_type, traits
+from .options import Options
+from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, Cost, Tile
-from .work import Work
+from .work import Problem, Work
 
 ROWS = 64  # packed rows of a product
+_ROWS_OF_PAIR = 2 * ROWS
+_LARGEST_CLUSTER = 16  # CTAs of latent_decode_sm90 that share a unit
 _TOKENS = 64  # of a block
 _STAGES = 2  # blocks in shared memory
 _REACHED = 0.68  # the fraction of the card's 16-bit throughput that products reach
 
 
+SIDE_BY_SIDE_NOTE = "tile: two pairs of CTAs compute a request's row tiles side by side, so that the L2 serves one"
+_MOST_TILES = 8  # of a request, computed side by side; more were not tried
+
+
 def _tile(work: Work) -> Tile:
-    return Tile(ROWS, _TOKENS, 4, 2, _STAGES).paired()
+    tile, options = Tile(ROWS, _TOKENS, 4, 2, _STAGES).paired(), work.options
+    tiles = -(-options.uniform_q_len * options.group_size // tile.tile_q)
+    return _side_by_side(tile) if 0 < tiles <= _MOST_TILES and tiles % 2 == 0 else tile
+
+
+def _side_by_side(tile: Tile) -> Tile:
+    """The tile of two pairs, each with its own rows of a unit. They are no cluster."""
+    return dataclasses.replace(tile, tile_q=4 * ROWS, ctas=4)
+
+
+def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
+    """A short request by itself; and requests with an even number of row tiles: an odd one would leave a pair idle."""
+    if options.kv_source != "latent" or options.kv_dtype is not options.q_dtype:
+        return []
+    rows = [
+        context_row(
+            ContextClass.LITTLE, _ROWS_OF_PAIR // options.group_size, 0, most_tokens=_most_tokens(options, card)
+        )
+    ]
+    for tiles in range(_MOST_TILES, 0, -1):  # more than so many
+        contexts = ContextClass.EQUAL if tiles % 2 else ContextClass.USUAL
+        least = math.nextafter(tiles * _ROWS_OF_PAIR / options.group_size, math.inf)
+        rows.append(context_row(contexts, ANY_ROWS, least, has_equal_rows=contexts is ContextClass.EQUAL))
+    return rows
+
+
+def _most_tokens(options: Options, card: Device) -> float:
+    """Tokens up to which a pair's rows end earlier in latent_decode_sm90, by the costs of both kernels: it reads tokens
+    once for each of its units, by a cluster each, which merges in the launch."""
+    work = Work(Problem(options, _ROWS_OF_PAIR), card)
+    narrow_tile = NARROW.tile(work)
+    own, narrow, units = _cost(work, _tile(work)), NARROW.cost(work, narrow_tile), _ROWS_OF_PAIR // narrow_tile.tile_q
+    own_ns = own.ns_per_unit + own.ns_per_piece + own.ns_per_merge
+    narrow_ns = narrow.ns_per_unit + narrow.cluster.ns_per_cluster_merge
+    share_of_cta = max(units / card.sms, narrow.cluster.full_speed_share / _LARGEST_CLUSTER)
+    slower = narrow.ns_per_token * share_of_cta - own.ns_per_token * 2 / card.sms
+    return (own_ns - narrow_ns) / slower if slower > 0.0 else 0.0
+
+
+def _context_tile(spec: KernelSpec, contexts: ContextClass) -> tuple[Tile, str] | None:
+    assert spec.tile is not None
+    return (_side_by_side(spec.tile), SIDE_BY_SIDE_NOTE) if contexts is ContextClass.EQUAL else None
 
 
 def packed_rows(work: Work) -> int:
@@ -31,6 +87,11 @@ def packed_rows(work: Work) -> int:
 def _many_rows(work: Work) -> str | None:
     rows = packed_rows(work)
     return None if rows > ROWS else f"{rows} packed rows are few, it takes {ROWS + 1} or more"
+
+
+def _not_little(work: Work) -> str | None:
+    is_little = work.problem.contexts is ContextClass.LITTLE
+    return "the batch is one short request, which units of few rows end earlier" if is_little else None
 
 
 def _boxes(work: Work) -> str | None:
@@ -58,7 +119,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
         ns_per_token=max(
             flops / (card.sm_flops_per_ns * _REACHED), work.options.token_bytes / card.sm_bytes_per_ns / tile.ctas
         ),
-        ns_per_unit=2500.0,
+        ns_per_unit=6500.0,
         ns_per_piece=3000.0,
         min_piece_tokens=128,
         merge_rows=MERGE_ITEM_ROWS,
@@ -75,11 +136,14 @@ KERNEL = AttentionKernel(
     cpp="LatentWideSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(_many_rows, _boxes, *OPTIONS),
+    accepts=(_many_rows, _boxes, _not_little, *OPTIONS),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,
+    context_rows=_context_rows,
+    context_tile=_context_tile,
     row_alignment=16,
+    query_boxes=True,
     sources=wgmma_source.render_halves,
     traits=traits,
     ahead=latent_rows(128),

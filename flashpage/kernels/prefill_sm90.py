@@ -239,6 +239,8 @@ _WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an
 
 
 def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
+    if options.is_latent:
+        return []
     is_fp8, group = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8, options.group_size
     least_tokens = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
     has_short_window = 0 <= options.window_left < least_tokens - 1

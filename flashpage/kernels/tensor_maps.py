@@ -72,18 +72,28 @@ def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged
 
 
 def rows_form(
-    heads: int, dim: int, *, element_bytes: int, group_size: int, unit_rows: int, strides: tuple[int, int]
+    heads: int,
+    dim: int,
+    *,
+    element_bytes: int,
+    group_size: int,
+    unit_rows: int,
+    strides: tuple[int, int],
+    may_divide: bool = False,
 ) -> native.BoxForm | None:
     """A unit's rows of q or out, [rows, heads, dim], as one box for each KV head and 128 bytes; None if no map can have
     it.
 
-    If a unit has whole rows of the group, its packed rows have the same order in a box as in a tile. `strides`:
-    elements between rows and heads. Each run sets its number of rows by `resize`.
+    If a unit has whole rows of the group, its packed rows have the same order in a box as in a tile; so they do if
+    units divide the group evenly (`may_divide`). `strides`: elements between rows and heads. Each run sets its number
+    of rows by `resize`.
     """
     row_stride, head_stride = (stride * element_bytes for stride in strides)
     if heads == 1:
         head_stride = dim * element_bytes  # a dimension of size 1, but the map must have a stride
     fits = all(0 < s < _LARGEST_STRIDE and s % _STRIDE_BYTES == 0 for s in (row_stride, head_stride))
+    if may_divide and group_size % unit_rows == 0:
+        group_size = unit_rows
     if unit_rows % group_size or not fits:
         return None
     return native.BoxForm(

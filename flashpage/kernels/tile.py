@@ -16,7 +16,7 @@ class Tile:
     stages: int  # most KV tiles in flight; the kernel's header uses as many as fit
     ctas_per_sm: int = 1  # CUDA: limits the registers
     warps_v: int = 1  # warps that share the value columns
-    ctas: int = 1  # CTAs of a cluster, which share a unit and read its tokens once
+    ctas: int = 1  # CTAs that share a unit and read its tokens side by side
     ring_bytes: int = 0  # most shared memory for the stages; 0: the header's own limit
     shared_limit: int = 0  # shared memory of a CTA on the card; 0: the header has the limit of its cards
 

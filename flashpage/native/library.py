@@ -77,7 +77,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_slots_destroy": (None, [c_void_p]),
     "fp_batch_sum_up": (None, [c_void_p]),
     "fp_batch_tokens": (c_int64, [c_void_p, c_int64]),
-    "fp_contexts_of": (c_int32, [c_void_p, c_int64, c_int64, c_int64]),
+    "fp_contexts_of": (c_int32, [c_void_p, c_int64, c_int64, c_int64, c_int32]),
     "fp_plan_batch": (c_int32, [c_void_p, c_void_p, c_int32]),
     "fp_plan_publish": (c_int32, [c_void_p, c_void_p]),
     "fp_slots_copy": (c_int32, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),

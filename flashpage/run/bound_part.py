@@ -74,12 +74,15 @@ class BoundPart:
             (k, k_view), (v, v_view) = views.items()
             found.k = form_of(k_view, k, line=line)
             found.v = form_of(v_view, v, line=prepared.choice.kernel.v_line_bytes or line)
-        if tile and prepared.choice.kernel.row_boxes and spec.loader != "converted":
+        kernel = prepared.choice.kernel
+        if tile and kernel.row_boxes and spec.loader != "converted":
             self._bind_row_boxes(found, has_out=spec.loader != "transposed")
+        if tile and kernel.query_boxes and spec.loader == "boxes":
+            self._bind_row_boxes(found, has_out=False, may_divide=True)
         has_boxes = tokens or params.query_box_rows or params.out_box_rows
         self.boxes = found if has_boxes else None
 
-    def _bind_row_boxes(self, found: native.KvBoxes, *, has_out: bool) -> None:
+    def _bind_row_boxes(self, found: native.KvBoxes, *, has_out: bool, may_divide: bool = False) -> None:
         """Makes tensor maps of q and out if they can have one; sets rows of their boxes in `params`."""
         options, params = self._options, self.params
         form_of = functools.partial(tensor_maps.rows_form, group_size=options.group_size, unit_rows=params.cta_rows)
@@ -87,6 +90,7 @@ class BoundPart:
             *(options.num_q_heads, options.head_dim_qk),
             element_bytes=options.q_dtype.size,
             strides=(params.q_row_stride, params.q_head_stride),
+            may_divide=may_divide,
         )
         if form is not None:
             found.q, params.query_box_rows = form, form.box[2]

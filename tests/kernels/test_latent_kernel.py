@@ -4,6 +4,7 @@ end of a unit. Copies arrive late and in any order, and wgmmas finish when they 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ COLUMNS_CASES = [
     ),
 ]
 WIDE_CASES = [
+    latent_case("equal", "row tiles side by side, Q by boxes", (2, 2), (130, 60), causal=True, num_q_heads=128),
+    latent_case("rows-2", "Q by boxes of two rows", (5, 3), (70, 129), causal=True, num_q_heads=32),
     latent_case("edges", "blocks of one unit, and units that follow each other", _ONES, _EDGES, sinks=True, **_ROWS_96),
     latent_case("mtp", "page 16: four boxes, causal", (2, 1), (64, 129), page_size=16, causal=True, num_q_heads=40),
     latent_case(
@@ -95,7 +98,8 @@ ROWS += ((BY_COLUMNS, case) for case in COLUMNS_CASES)
 
 
 def spec_of(kernel: AttentionKernel, case: Case) -> KernelSpec:
-    options = latent_rows.options_of(case)
+    rows = case.q_lens[0] if len(set(case.q_lens)) == 1 else 0
+    options = dataclasses.replace(latent_rows.options_of(case), uniform_q_len=rows)
     work = Work(Problem(options, case.num_q_heads * max(case.q_lens)), devices.H200)
     assert not kernel.refusals(work)
     return kernel.spec(work)
@@ -164,7 +168,12 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
     latent_rows.set_scales(params, **scales)
     widths = (128, kernel.v_line_bytes or 128)
     halves = zip((first, second), widths, strict=True) if box else ()
-    maps = (Map * 4)(*(map_of(half.unsqueeze(2), (width, box, 1, 1)) for half, width in halves))
+    forms = [map_of(half.unsqueeze(2), (width, box, 1, 1)) for half, width in halves]
+    heads = min(case.num_q_heads, cta_rows := spec.tile.tile_q // spec.ctas)
+    if kernel.query_boxes and cta_rows % heads == case.num_q_heads % heads == 0:
+        params.query_box_rows = cta_rows // heads
+        forms.append(map_of(q.transpose(0, 1).unsqueeze(0), (128, heads, params.query_box_rows, 1)))
+    maps = (Map * 4)(*forms)
     args = native.VariantArgs()
     left = library(kernel, case).run_latent(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
     if cut:

@@ -111,7 +111,7 @@ struct Traits {
 extern "C" i32 run_latent(const AttentionParams* params, const VariantArgs* args, const hopper::Map* of_maps,
                           i32 num_ctas) {
   const KvMaps maps{};
-  hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}};
+  hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}, {&maps.q, of_maps[2]}};
   hopper::stores.clear();
   hopper::barriers.clear();
   hopper::meetings.fill({});
@@ -119,8 +119,9 @@ extern "C" i32 run_latent(const AttentionParams* params, const VariantArgs* args
   card::meanwhile = hopper::land_some;
   std::memset(memory, 0x7f, sizeof memory);  // NaN
   using Kernel = KERNEL<Traits>;
+  constexpr int clusters = CTAS > 2 ? 2 : CTAS;  // of CTAs; two pairs that share units are two clusters
   static_assert(Kernel::shared_bytes <= sizeof memory / 2);
-  card::launch(num_ctas * CTAS, Kernel::threads, [&] { Kernel::run(*params, *args, maps); }, CTAS);
+  card::launch(num_ctas * CTAS, Kernel::threads, [&] { Kernel::run(*params, *args, maps); }, clusters);
   return static_cast<i32>(std::count_if(hopper::barriers.begin(), hopper::barriers.end(),
                                         [](const auto& at) { return at.second.arrived > 0 || at.second.bytes != 0; }));
 }

@@ -27,6 +27,7 @@ from flashpage.variants import builtin
 
 BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
+LATENT = Options("latent", 128, 1, 576, 512, 64, BF16, BF16, BF16, causal=True)
 
 
 def usual_and(
@@ -170,6 +171,35 @@ def test_long_contexts_are_read_by_pairs(
     assert (choice.spec.ctas, PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
     assert not has_pairs or choice.spec.tile == single.spec.tile.paired()
     assert choice.cost == single.cost
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "are_equal", "ctas"),
+    [
+        (128, 1, True, 2),
+        (128, 2, True, 4),
+        (128, 2, False, 2),
+        (128, 3, True, 2),  # three row tiles
+        (128, 8, True, 4),
+        (128, 10, True, 2),
+        (96, 2, True, 4),
+        (96, 4, True, 2),
+        (40, 5, True, 4),
+    ],
+)
+def test_row_tiles_of_equal_requests_are_computed_side_by_side(
+    heads: int, rows: int, are_equal: bool, ctas: int
+) -> None:
+    """Latent rows: 128 rows are a row tile of a pair of CTAs. What the lengths say and what options say is the same."""
+    options, card = dataclasses.replace(LATENT, num_q_heads=heads), devices.named("H100")
+    contexts = ContextLengths(options, card).of(3, 3 * rows, 3 * 4096, are_equal)
+    problems = [Problem(options, choose.packed_rows(options, 3, 3 * rows), contexts=contexts)]
+    if are_equal:
+        known = dataclasses.replace(options, uniform_q_len=rows)
+        problems.append(Problem(known, choose.packed_rows(known, 3, 3 * rows)))
+    for problem in problems:
+        spec = choose.choose_for_card(problem, card).spec
+        assert (spec.kernel, spec.ctas, spec.rows) == ("latent_wide_sm90", ctas, 64 * ctas)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (32, 8), (8, 2), (128, 1)], ids=str)

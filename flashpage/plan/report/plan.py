@@ -314,7 +314,7 @@ def plan_lengths(
     pieces = whole("fixed_piece_tokens", fixed_piece_tokens, SPLIT_NEVER)
     options = dataclasses.replace(options, fixed_piece_tokens=pieces)
     card = (card or devices.H200) if backend == "cuda" else devices.CPU
-    contexts = ContextLengths(options, card).of(len(rows), sum(rows), sum(kv_lens))
+    contexts = ContextLengths(options, card).of(len(rows), sum(rows), sum(kv_lens), len(set(rows)) == 1)
     problem = Problem(options, choose.packed_rows(options, len(rows), sum(rows)), contexts=contexts)
     choice = choose.choose_for_card(problem, card)
     usual = choose.choose_for_card(dataclasses.replace(problem, contexts=ContextClass.USUAL), card).spec.tile

@@ -12,6 +12,14 @@ FP_DEVICE u32 cluster_rank() {
   return rank;
 }
 
+// This CTA's rank among `ctas` consecutive ones of the grid, a multiple of its cluster's.
+template <int ctas>
+FP_DEVICE u32 rank_among() {
+  u32 index;
+  asm("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index % ctas;
+}
+
 // A barrier of all threads of the cluster's CTAs: what a thread wrote before it, the others see after it.
 FP_DEVICE void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

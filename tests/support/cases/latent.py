@@ -71,6 +71,8 @@ def rows() -> list[Case]:
         latent_case("wide-edges", "128 heads at every tile edge", ones, edges, num_q_heads=128, page_size=64),
         latent_case("wide-mtp", "64 heads, causal", (2, 1, 3), (64, 1, 200), causal=True, num_q_heads=64, page_size=8),
         latent_case("wide-rows", "64 heads, pages of one token", (1, 2), (200, 77), num_q_heads=64, page_size=1),
+        latent_case("wide-equal", "tiles side by side", (2, 2), (400, 65), causal=True, num_q_heads=128, page_size=64),
+        latent_case("wide-little", "a short request by units of few rows", (1,), (300,), num_q_heads=96, page_size=64),
         latent_case("wide-sinks", "pairs, one is cut", (1, 1), (400, 0), num_q_heads=128, sinks=True),
         latent_case("columns", "64 heads, one is cut", (1,) * 3, (400, 0, 65), num_q_heads=64, sinks=True),
         latent_case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16"),

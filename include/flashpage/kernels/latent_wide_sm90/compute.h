@@ -27,7 +27,9 @@ struct WideCompute {
   static constexpr int tokens = Shared::tokens, steps = tokens / 16;
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
-  static constexpr int from_left = 1, from_right = 5, group_barrier = 9;  // names of barriers, the first two by warp
+  // Names of barriers, by warp but for group_barrier. The one at a unit's end has its own: the left warpgroup may get
+  // there before the right one has taken the probabilities of a last single block.
+  static constexpr int from_left = 1, from_right = 5, group_barrier = 9, unit_end = 11;
 
   Shared& shared;
   const AttentionParams& params;
@@ -85,7 +87,7 @@ struct WideCompute {
       if (threadIdx.x == 128) stamp<Traits>(params, Stamp::last_tile);
       const int first_row = cta_row();
       Output{shared, params, place.place, group, warp * 16 + lane / 4, first_row, lane}.write(
-          softmax, values, [&] { ptx::named_barrier(from_left + warp, 64); });
+          softmax, values, [&] { ptx::named_barrier(unit_end + warp, 64); });
       if (threadIdx.x == 128) stamp<Traits>(params, Stamp::written);
       use += place.blocks;
       __syncwarp();
@@ -115,12 +117,14 @@ struct WideCompute {
       clear_hidden(state.place, block, now, WidePart::left);
       issue_values(state.values, first, now, WidePart::left);
       if (has_second) {
+        // The other warpgroup still computes its probabilities, and these columns can be refilled meanwhile.
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_settle(first);
+        ptx::wgmma_settle(state.values[0]);
+        release(now, WidePart::left);
         if (take_over(state, second, from_right)) rescale(state);
         clear_hidden(state.place, block + 1, now + 1, WidePart::left);
         issue_values(state.values, second, now + 1, WidePart::left);
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_settle(first);
-        release(now, WidePart::left);
         if (goes_on) {
           begin_keys(state.scores, now + 2);
           ptx::wgmma_wait<1>();
@@ -195,7 +199,7 @@ struct WideCompute {
   }
 
   // The first row of a unit that belongs to this CTA.
-  FP_DEVICE static int cta_row() { return static_cast<int>(ptx::cluster_rank()) * Shared::rows; }
+  FP_DEVICE static int cta_row() { return static_cast<int>(ptx::rank_among<Traits::ctas>()) * Shared::rows; }
   FP_DEVICE WarpRows rows_of(const WidePlace& place) const {
     return {params, place.place.item, place.place.unit, cta_row() + warp * 16, lane};
   }

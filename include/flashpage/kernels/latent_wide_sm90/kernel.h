@@ -5,7 +5,7 @@
 // the other one those of the second, and each multiplies both blocks' probabilities with its half of the values. So one
 // warpgroup's exponentials run while the other's products do. The four loading warps refill a part of a block's columns
 // as soon as its last product has read it. CTAs are pairs with 128 packed rows, and each loads half of the tokens for
-// both.
+// both. Two pairs may share a unit of 256 rows: they read its tokens at the same time, and mostly from the L2.
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/compute.h"
 #include "flashpage/kernels/latent_wide_sm90/load.h"
@@ -32,6 +32,7 @@ struct LatentWideSm90 {
     if (threadIdx.x == 0) {
       shared.init();
       ptx::prefetch_tensor_map(maps.k);
+      if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
       if constexpr (Shared::tail_panels > 0) ptx::prefetch_tensor_map(maps.v);
     }
     ptx::cluster_barrier();  // the other CTA's barriers are initialised too

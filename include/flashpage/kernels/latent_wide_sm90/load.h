@@ -35,7 +35,7 @@ struct WideBoxes {
   FP_DEVICE void open(const WidePlace& next) { place = &next; }
 
   FP_DEVICE void load(int block, u32 use) {
-    const int boxes = tokens >> box_shift, own = boxes / Traits::ctas, first = block * boxes;
+    const int boxes = tokens >> box_shift, own = boxes / Shared::pair, first = block * boxes;
     if (first % 32 == 0) found = box_of_lane(params, *place, first, box_shift);
     const int own_begin = static_cast<int>(ptx::cluster_rank()) * own;
     const i32 left = place->place.unit.kv_end - place->first_token - block * tokens;
@@ -93,17 +93,44 @@ struct WideLoad {
     units.load_blocks(WideBoxes<Traits, part>(shared, params, maps), part == WidePart::left);
   }
 
-  // Loads this CTA's rows of the unit; rows that do not exist become zero.
+  // The first row of a unit that belongs to this CTA.
+  FP_DEVICE static int first_row() { return static_cast<int>(ptx::rank_among<Traits::ctas>()) * Shared::rows; }
+
+  // Loads this CTA's rows of the unit.
   FP_DEVICE void load_query(const Place& place, u32 use) const {
+    if (params.query_box_rows > 0) {
+      load_query_boxes(place, use);
+    } else {
+      load_query_rows(place, use);
+    }
+  }
+  // Rows beyond the unit are zero or belong to another request; their results are not stored.
+  FP_DEVICE void load_query_boxes(const Place& place, u32 use) const {
+    u32 row, head;
+    params.group.divmod(place.unit.first_row + first_row(), row, head);
+    const u32 barrier = shared.query_ring.full_barrier(use), to = ptx::shared_address(shared.query);
+    shared.query_ring.wait_empty(use);
+    if (lane == 0) {
+      ptx::mbarrier_arrive_expect(barrier, Tile::tile_bytes);
+    } else {
+      ptx::mbarrier_arrive(barrier);
+    }
+    __syncwarp();
+    if (!ptx::elect_one()) return;
+    for (int panel = 0; panel < Tile::panels; ++panel)
+      ptx::tensor_copy(to + panel * Tile::panel_bytes, maps.q, barrier, panel * Tile::panel_columns, head,
+                       place.item.q_begin + row, 0);
+  }
+  // Rows that do not exist become zero.
+  FP_DEVICE void load_query_rows(const Place& place, u32 use) const {
     constexpr int chunks = Tile::used_bytes / 16;
     constexpr int together = Shared::tail_panels > 0 ? 2 : 1;  // rows; two spill where each is two whole copies
-    const int first_row = static_cast<int>(ptx::cluster_rank()) * Shared::rows;
-    const i32 count = place.unit.num_rows - first_row;
+    const i32 count = place.unit.num_rows - first_row();
     u64 mine[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       mine[i] = reinterpret_cast<u64>(static_cast<const typename Traits::Cache*>(params.q) +
-                                      query_offset(params, place.item, place.unit, first_row + i * 32 + lane));
+                                      query_offset(params, place.item, place.unit, first_row() + i * 32 + lane));
     shared.query_ring.wait_empty(use);
     const u32 to = ptx::shared_address(shared.query);
 #pragma unroll

@@ -15,6 +15,7 @@ struct WideShared {
   using Cache = typename Traits::Cache;
   static constexpr int tokens = 64;  // of a block
   static constexpr int rows = 64;    // packed rows of this CTA
+  static constexpr int pair = 2;     // CTAs of a cluster, which load tokens for each other
   static constexpr int unit_rows = rows * Traits::ctas;
   static constexpr int slots_ahead = 2, places_ahead = 2, parts = 3;
   using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;  // a block, or Q
@@ -22,7 +23,8 @@ struct WideShared {
   static constexpr int tail_panels = Tile::panels - value_panels;
   static constexpr int loading_parts = tail_panels > 0 ? 3 : 2;
   static_assert(Traits::tile_kv == tokens && Traits::tile_q == rows && Traits::head_dim_qk % 64 == 0);
-  static_assert(value_panels % 2 == 0 && tail_panels <= 1 && Traits::ctas == 2 && Traits::loader == Loader::boxes);
+  static_assert(value_panels % 2 == 0 && tail_panels <= 1 && Traits::ctas % pair == 0 &&
+                Traits::loader == Loader::boxes);
 
   FP_HOST_DEVICE static constexpr int first_panel(WidePart part) {
     return part == WidePart::tail ? value_panels : part == WidePart::left ? 0 : half_panels;
@@ -49,7 +51,7 @@ struct WideShared {
     for (auto& slot : full)
       for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
     for (auto& slot : empty)
-      for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), WideWarps::group * Traits::ctas);
+      for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), WideWarps::group * pair);
     place_ring.init(1, WideWarps::computing + loading_parts);
     query_ring.init(32, WideWarps::computing);
     ptx::mbarrier_init_fence();
@@ -71,7 +73,7 @@ struct WideShared {
   // Called by each warp that has read the part: releases it to the loading warps of both CTAs, which load blocks
   // together.
   FP_DEVICE void release(u32 use, WidePart part, int lane) const {
-    if (lane < Traits::ctas) ptx::mbarrier_arrive_at(empty_barrier(use, part), lane);
+    if (lane < pair) ptx::mbarrier_arrive_at(empty_barrier(use, part), lane);
   }
 };
 

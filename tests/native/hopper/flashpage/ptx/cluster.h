@@ -6,6 +6,10 @@
 namespace flashpage::ptx {
 
 inline u32 cluster_rank() { return card::cta_rank(); }
+template <int ctas>
+u32 rank_among() {
+  return blockIdx.x % ctas;
+}
 inline void cluster_barrier() { card::meet(card::cluster); }
 inline void cluster_arrive() {}
 inline void cluster_wait() {}
