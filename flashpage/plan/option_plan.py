@@ -180,8 +180,7 @@ class OptionPlan:
         contexts = ContextClass.USUAL
         call.contexts = -1
         if self._contexts.may_differ and not batch.is_graph:
-            is_equal = struct.least_rows == struct.most_rows
-            contexts = self._contexts.of(requests, rows, batch.tokens(options.page_span), is_equal)
+            contexts = self._contexts.of(requests, rows, batch.tokens(options.page_span), batch.has_equal_rows)
             call.contexts = CLASSES.index(contexts)
         self.gathered, self._is_of_all = gathered, batch.is_graph
         whole = self._prepared_for(batch, requests, rows, contexts=contexts, gathers=gathered is not None)
