@@ -257,12 +257,16 @@ def timeline(name: str, kernel: str) -> Canvas:
 
 
 def _of(events: list[dict[str, Any]], run: int) -> list[dict[str, Any]]:
-    return [event for event in events if event["pid"] // 10 == run and event["tid"] < 24]
+    return [event for event in events if event["pid"] // 10 == run and _cta(event) < 24]
+
+
+def _cta(event: dict[str, Any]) -> int:
+    return int(event["tid"]) - 1  # threads of a trace are numbered from 1 on
 
 
 def _place(event: dict[str, Any], longest: float, top: float, height: float) -> tuple[float, float, float, float]:
     scale = 680 / longest
-    return 60 + event["ts"] * scale, 40 + 14.5 * event["tid"] + top, max(0.4, event["dur"] * scale), height
+    return 60 + event["ts"] * scale, 40 + 14.5 * _cta(event) + top, max(0.4, event["dur"] * scale), height
 
 
 def gallery_decode_ring() -> Canvas:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # The order of include/flashpage/params/stamp.h.
 NAMES = ("start", "plan_known", "first_load", "first_tile", "last_tile", "written", "end", "sm")
 _TIMES = len(NAMES) - 1
+_LATEST = np.iinfo(np.int64).max
 
 
 class StampedRun(NamedTuple):
@@ -32,12 +33,13 @@ class StampedRun(NamedTuple):
     def steps(self) -> np.ndarray:
         """Nanoseconds after the first CTA's start, float64 [CTAs of all parts, NAMES without sm]; NaN: no stamp."""
         stamps = self.stamps()[:, :_TIMES]
-        times = np.where(stamps > 0, stamps, np.nan)
-        return times - np.nanmin(times[:, 0]) if np.isfinite(times[:, 0]).any() else times
+        started = stamps[:, 0][stamps[:, 0] > 0]
+        # The difference is taken of integers: a card's clock counts from 1970, and floats of it have steps of 256 ns.
+        return np.where(stamps > 0, stamps - started.min(initial=_LATEST), np.nan)
 
     def places(self) -> np.ndarray:
         """The number of each CTA's SM or core."""
-        return self.stamps()[:, _TIMES].astype(np.int64)
+        return self.stamps()[:, _TIMES]
 
     def plan_ctas(self) -> np.ndarray:
         """The CTA of the plan that each CTA belongs to."""
@@ -48,10 +50,10 @@ class StampedRun(NamedTuple):
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def stamps(self) -> np.ndarray:
-        """Nanoseconds of a clock and the SM, float64 [CTAs of all parts, NAMES]; 0: no stamp."""
+        """Nanoseconds of a clock and the SM, int64 [CTAs of all parts, NAMES]; 0: no stamp."""
         if not self.parts:
-            return np.zeros((0, len(NAMES)))
-        return torch.cat(self.parts).cpu().numpy().astype(np.float64)
+            return np.zeros((0, len(NAMES)), np.int64)
+        return torch.cat(self.parts).cpu().numpy()
 
 
 class Recorder:

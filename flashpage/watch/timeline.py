@@ -16,6 +16,8 @@ from ..run.stamps import NAMES, Recorder, StampedRun
 from ..wrappers.base import Attention
 
 _MEASURED, _PREDICTED = 1, 2  # processes of a Chrome trace
+_ITEM_FIELDS = ("kv_head", "num_units", "first_packed_row", "kv_begin", "kv_end")
+_FIRST_THREAD = 1  # some versions of Perfetto show the threads 0 and 1 of a process as one
 
 
 class Phase(NamedTuple):
@@ -116,7 +118,7 @@ class Timeline:
         events: list[dict[str, Any]] = []
         for i in range(len(self.runs)):
             events += self._events(i)
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
+        Path(path).write_text(json.dumps({"traceEvents": events}))
 
     def to_svg(self, path: str | Path, run: int = -1) -> None:
         """Draws one run: the phases of each CTA, and below each one a line with the pieces of its plan."""
@@ -134,19 +136,17 @@ class Timeline:
         found, steps, first = self._run(run), self.steps(run), 10 * run
         measured, predicted = first + _MEASURED, first + _PREDICTED
         kernels = " + ".join(found.kernels)
-        events = [_meta(measured, f"run {run}, measured: {kernels}"), _meta(predicted, f"run {run}, predicted")]
+        events = [*_process(measured, f"run {run}, measured: {kernels}"), *_process(predicted, f"run {run}, predicted")]
+        events += [_thread(measured, cta) for cta in steps["cta"].tolist()]
+        events += [_thread(predicted, cta) for cta in range(found.plan.num_ctas)]
         for row in steps:
-            cta, sm = int(row["cta"]), int(row["sm"])
+            cta, args = int(row["cta"]), {"sm": int(row["sm"]), "plan_cta": int(row["plan_cta"])}
             for phase, begin, end in phases_of(row):
-                event = {"name": phase.name, "ph": "X", "ts": begin, "dur": end - begin, "pid": measured, "tid": cta}
-                events.append({**event, "args": {"sm": sm, "plan_cta": int(row["plan_cta"])}})
+                events.append(_slice(measured, cta, phase.name, begin, end, args))
         for segment, item in zip(found.plan.segments(), found.plan.work_items(), strict=True):
-            event = {"name": f"request {segment.request}", "ph": "X", "pid": predicted, "tid": segment.cta}
-            event |= {"ts": segment.start / 1e3, "dur": (segment.end - segment.start) / 1e3}
-            args = {
-                name: int(item[name]) for name in ("kv_head", "num_units", "first_packed_row", "kv_begin", "kv_end")
-            }
-            events.append({**event, "args": args | {"is_piece": segment.is_piece}})
+            args = {name: int(item[name]) for name in _ITEM_FIELDS} | {"is_piece": segment.is_piece}
+            begin, end = segment.start / 1e3, segment.end / 1e3
+            events.append(_slice(predicted, segment.cta, f"request {segment.request}", begin, end, args))
         return events
 
     def _svg(self, run: int) -> str:
@@ -197,8 +197,30 @@ def phases_of(row: Any) -> list[tuple[Phase, float, float]]:
     return found
 
 
-def _meta(process: int, name: str) -> dict[str, Any]:
-    return {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
+def _process(process: int, name: str) -> list[dict[str, Any]]:
+    """The name of a process, and its place among the others: by default, viewers sort by how much a process did."""
+    return [
+        {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}},
+        {"name": "process_sort_index", "ph": "M", "pid": process, "args": {"sort_index": process}},
+    ]
+
+
+def _thread(process: int, cta: int) -> dict[str, Any]:
+    thread = cta + _FIRST_THREAD
+    return {"name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": f"CTA {cta}"}}
+
+
+def _slice(process: int, cta: int, name: str, begin: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    """A slice from `begin` to `end`, in microseconds; of whole nanoseconds, so that neighbours do not overlap."""
+    first, last = round(begin * 1e3), round(end * 1e3)
+    event = {"name": name, "ph": "X", "ts": _microseconds(first), "dur": _microseconds(last - first)}
+    return {**event, "pid": process, "tid": cta + _FIRST_THREAD, "args": args}
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """A number that is at least so many nanoseconds when it is multiplied by 1000: Perfetto rounds down after that."""
+    found = nanoseconds / 1e3
+    return found if int(found * 1e3) == nanoseconds else float(np.nextafter(found, np.inf))
 
 
 def _bar(x: float, y: float, width: float, height: float, color: str, title: str) -> str:

@@ -30,6 +30,36 @@ def test_names_are_those_of_the_header() -> None:
     assert tuple(re.findall(r"^\s*(\w+),", body[1], re.MULTILINE)) == (*NAMES, "count")
 
 
+def check_format(text: str) -> None:
+    """What the Trace Event Format asks of complete and metadata events, and what Perfetto needs to draw them: thread
+    numbers from 1 on, a name for each thread, and no two slices of a thread that overlap once times are whole
+    nanoseconds."""
+
+    def refuse(number: str) -> None:
+        raise AssertionError(f"{number} is no JSON")
+
+    trace = json.loads(text, parse_constant=refuse)
+    assert set(trace) == {"traceEvents"}, "some versions read times in a displayTimeUnit"
+    named: set[tuple[int, int | None]] = set()
+    slices: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int) and event["pid"] > 0
+        if event["ph"] == "M":
+            assert set(event) - {"tid"} == {"name", "ph", "pid", "args"}, "a time stamp moves names away"
+            kind = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index"}[event["name"]]
+            assert list(event["args"]) == [kind] and isinstance(event["args"][kind], int if "sort" in kind else str)
+            named.add((event["pid"], event.get("tid")))
+            continue
+        assert event["ph"] == "X" and set(event) == {"name", "ph", "ts", "dur", "pid", "tid", "args"}
+        assert isinstance(event["tid"], int) and event["tid"] > 0 and event["ts"] >= 0 and event["dur"] >= 0
+        begin = int(event["ts"] * 1000)
+        slices.setdefault((event["pid"], event["tid"]), []).append((begin, begin + int(event["dur"] * 1000)))
+    assert slices and set(slices) <= named and {(process, None) for process, _ in slices} <= named
+    for thread, found in slices.items():
+        found.sort()
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found)), thread
+
+
 def test_a_timeline_of_runs(tmp_path: Path) -> None:
     wrapper = one_request.prefill()
     one_request.plan(wrapper, tokens=3000, rows=200)
@@ -60,10 +90,11 @@ def test_a_timeline_of_runs(tmp_path: Path) -> None:
 
     timeline.to_json(tmp_path / "run.json")
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    named = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"run 0, measured: cpu_attention", "run 2, predicted"} <= named
     pieces = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
     assert len(pieces) == len(plan.work_items()) and all(event["name"] == "request 0" for event in pieces)
+    check_format((tmp_path / "run.json").read_text())
     computed = [event for event in events if event["pid"] == 1 and event.get("name") == "compute"]
     assert len(computed) == len(busy) and all(event["dur"] > 0 for event in computed)
     timeline.to_svg(tmp_path / "run.svg", run=0)
@@ -86,6 +117,16 @@ def test_phases_join_over_stamps_that_a_kernel_lacks() -> None:
     found = [(phase.name, begin, end) for phase, begin, end in phases_of(row)]
     assert found == [("load", 0.0, 3.0), ("write", 3.0, 9.0), ("merge", 9.0, 9.5)]
     assert [phase.begin for phase in PHASES[1:]] == [phase.end for phase in PHASES[:-1]]
+
+
+def test_steps_are_exact_nanoseconds_of_a_clock_that_counts_from_1970() -> None:
+    stamps = torch.zeros(3, 8, dtype=torch.int64)
+    stamps[:2] = 1_790_000_000_000_000_001 + torch.arange(8)
+    stamps[1, 2] = 0
+    steps = StampedRun(None, ("decode_sm90",), (stamps,), (1,)).steps()
+    assert steps[0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert np.isnan(steps[1]).tolist() == [False, False, True, False, False, False, False] and np.isnan(steps[2]).all()
+    assert np.isnan(StampedRun(None, (), (torch.zeros(2, 8, dtype=torch.int64),), (1,)).steps()).all()
 
 
 def test_clusters_and_parts_have_their_ctas_in_the_plan() -> None:
@@ -130,7 +171,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["trace", *batch, "--json", str(tmp_path / "run.json"), "--svg", str(tmp_path / "run.svg")]) == 0
     out = capsys.readouterr().out
     assert "cpu_attention: " in out and "predicted" in out and "Chrome trace: " in out
-    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    check_format((tmp_path / "run.json").read_text())
     assert main(["trace", "300", "--page-size", "0"]) == 2
 
 
@@ -152,6 +193,7 @@ def test_a_timeline_on_a_card(
     file = tmp_path / "run.json"
     assert main(["trace", *batch, "--backend", "cuda", "--repeats", "2", "--json", str(file)]) == 0
     assert capsys.readouterr().out.startswith(kernel)
+    check_format(file.read_text())
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
     measured = [event for event in events if event["pid"] % 10 == 1]
     ctas = {event["tid"] for event in events if event["pid"] % 10 == 2}
