@@ -58,7 +58,7 @@ def test_a_recorded_timeline_is_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
     events = [
         {"ph": "X", "name": name, "pid": 10 * run + process, "tid": tid, "ts": ts, "dur": 5.0}
         for run, ts in ((0, 100.0), (1, 2.0))
-        for tid in (0, 23, 24)
+        for tid in (1, 24, 25)
         for process, name in ((1, "compute"), (2, "request 7"))
     ]
     for name in ("decode", "prefill"):
