@@ -1,7 +1,8 @@
 """Reads every built page in a headless browser: `python3 docs/check_pages.py [build/site]`, after `make docs`.
 
 The browser opens one page that loads all others in a frame, at the width of a desk and of a phone. A page fails if it
-logs an error, requests a file that is not there, shows a picture that did not load, or is wider than its frame.
+logs an error, requests a file that is not there, shows a picture that did not load, or is wider than its frame. The
+plan explorer is used as a person does (docs/explorer/visit.js).
 Without a browser (chromium, chromium-browser, google-chrome; or CHROMIUM) one line says so, and nothing fails.
 """
 
@@ -21,8 +22,9 @@ from typing import Any
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 120
+VISITS = {"/plan-explorer.html": Path(__file__).with_name("explorer") / "visit.js"}
 FRAMES = """<!doctype html><title>pages</title><script>
-const pages = PAGES, faults = [];
+const pages = PAGES, visits = {VISITS}, faults = [];
 async function look(page, width) {
   const frame = document.createElement("iframe");
   frame.style = `width:${width}px;height:900px;border:0`;
@@ -37,6 +39,7 @@ async function look(page, width) {
   await Promise.all([...frame.contentDocument.images].map(i => i.decode().catch(() => note(`no picture ${i.src}`))));
   if (root.scrollWidth > width + 1) note(`${root.scrollWidth} pixels wide`);
   if (!frame.contentDocument.querySelector("h1")) note("no heading");
+  if (visits[page]) await visits[page](inside, note).catch(error => note(error.message));
   frame.remove();
 }
 onload = async () => {
@@ -64,7 +67,8 @@ class Site(http.server.SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path != "/frames":
             return super().do_GET()
-        body = FRAMES.replace("PAGES", json.dumps(self.owner.pages)).encode()
+        visits = ",".join(f"{json.dumps(page)}: {path.read_text()}" for page, path in VISITS.items())
+        body = FRAMES.replace("VISITS", visits).replace("PAGES", json.dumps(self.owner.pages)).encode()
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
         self.send_header("Content-Length", str(len(body)))

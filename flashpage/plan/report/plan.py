@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -17,16 +16,14 @@ from ...base.dtypes import DType
 from ...base.errors import PlanError
 from ...base.text import counted
 from ...kernels import choose, devices
-from ...kernels.context_classes import ContextClass
 from ...kernels.context_lengths import ContextLengths
 from ...kernels.devices import Device
 from ...kernels.options import SPLIT_NEVER, Options, check_options
 from ...kernels.schedules import NO_CLUSTERS, Clusters
-from ...kernels.schedules import schedule as schedule_of
 from ...kernels.spec import KernelSpec
 from ...kernels.tile import Cost, Tile
 from ...kernels.work import Problem
-from ..prepared_kernels import CPU_CTAS_PER_THREAD
+from .on_card import plan_arrays, schedule_on_card
 from .page import Fact, frame, page
 from .picture import Segment, svg, terminal
 from .units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
@@ -316,19 +313,8 @@ def plan_lengths(
     card = (card or devices.H200) if backend == "cuda" else devices.CPU
     contexts = ContextLengths(options, card).of(len(rows), sum(rows), sum(kv_lens), len(set(rows)) == 1)
     problem = Problem(options, choose.packed_rows(options, len(rows), sum(rows)), contexts=contexts)
-    choice = choose.choose_for_card(problem, card)
-    usual = choose.choose_for_card(dataclasses.replace(problem, contexts=ContextClass.USUAL), card).spec.tile
-    own = choice.spec.tile
-    assert usual is not None and own is not None
-    if num_ctas is None:
-        num_ctas = card.sms * usual.ctas_per_sm if card.sm else native.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
-    if tile is not None:
-        choice = dataclasses.replace(choice, spec=dataclasses.replace(choice.spec, tile=tile))
-    else:
-        num_ctas = num_ctas * own.ctas_per_sm // usual.ctas_per_sm
-    choice = dataclasses.replace(choice, cost=cost or choice.cost)
-    schedule = schedule_of(choice, options, num_ctas // choice.spec.ctas, clusters)
-    result, data = _plan_arrays(options, schedule, rows, kv_lens)
+    choice, schedule = schedule_on_card(problem, card, num_ctas, tile=tile, cost=cost, clusters=clusters)
+    result, data = plan_arrays(options, schedule, rows, kv_lens)
     tile_note = (
         f"tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, "
         f"for about {problem.packed_rows} packed rows a request and KV head"
@@ -343,40 +329,6 @@ def _lengths(name: str, values: Any) -> list[int]:
     if isinstance(values, str) or not hasattr(values, "__iter__"):
         raise PlanError(f"{name}={shown(values)} is a {type(values).__name__}: pass a list of integers.")
     return [whole(f"{name}[{i}]", value, 0) for i, value in enumerate(values)]
-
-
-def _plan_arrays(
-    options: Options, schedule: native.Schedule, q_lens: list[int], kv_lens: list[int]
-) -> tuple[native.PlanResult, bytes]:
-    lens = np.asarray(kv_lens, np.int64)
-    entries = -(-lens // options.page_span) if options.page_span else lens
-    arrays = [_indptr(np.asarray(q_lens, np.int64)), _indptr(entries), lens]
-    pointers = [native.IndexArray(a.ctypes.data, 1, 1, len(a)) for a in arrays]
-    problem = native.ProblemStruct(
-        batch=len(lens),
-        q_indptr=pointers[0],
-        kv_indptr=pointers[1],
-        kv_lens=pointers[2],
-        page_size=options.page_span,
-        num_q_heads=options.num_q_heads,
-        num_kv_heads=options.num_kv_heads,
-        visibility=options.visibility,
-    )
-    library, result = native.load(), native.PlanResult()
-    addresses = ctypes.addressof(problem), ctypes.addressof(schedule)
-    capacity = 1 << 16
-    while True:
-        buffer = np.empty(capacity, np.uint8)
-        status = library.fp_plan(*addresses, buffer.ctypes.data, capacity, ctypes.addressof(result))
-        if status != native.WORKSPACE_TOO_SMALL:
-            break
-        capacity = result.used_bytes
-    native.check(status)
-    return result, buffer[: result.used_bytes].tobytes()
-
-
-def _indptr(lens: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lens)])
 
 
 def _time(ns: float) -> str:
