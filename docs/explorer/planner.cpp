@@ -77,9 +77,15 @@ double item_cost(const plan::CostModel& model, const fp_schedule& schedule, cons
 
 const View* show(int32_t status, int32_t num_ctas) {
   view.status = status, view.num_ctas = num_ctas, view.num_items = static_cast<int32_t>(columns.request.size());
-  const void* found[] = {columns.first.data(),     columns.start.data(),     columns.end.data(),
-                         columns.request.data(),   columns.kv_head.data(),   columns.num_units.data(),
-                         columns.first_packed_row.data(), columns.kv_begin.data(), columns.kv_end.data(),
+  const void* found[] = {columns.first.data(),
+                         columns.start.data(),
+                         columns.end.data(),
+                         columns.request.data(),
+                         columns.kv_head.data(),
+                         columns.num_units.data(),
+                         columns.first_packed_row.data(),
+                         columns.kv_begin.data(),
+                         columns.kv_end.data(),
                          columns.piece.data()};
   std::copy(std::begin(found), std::end(found), view.columns);
   return &view;
