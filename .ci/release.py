@@ -6,6 +6,9 @@ twine accepts its metadata, if auditwheel finds that it runs on manylinux_2_28 o
 `pip install` in an empty environment with an empty HOME, neither g++ nor nvcc on PATH: the README's ten lines, the demo
 and a model of transformers. The files are in build/release/dist; the table at the end says what was tried.
 
+`--cuda` adds flashpage_kernels, a wheel with the kernels of common cards (aot/wheel.py), for which nvcc needs some
+fifteen minutes on two cores at first. All of them are then found where the wheel of x86_64 was tried.
+
 FLASHPAGE_ARM_PYTHON is a command that starts an aarch64 Python with torch, for instance in qemu-aarch64; without it the
 wheel of aarch64 is made but not tried.
 """
@@ -64,9 +67,11 @@ class Release:
             text=True,
         )
         passed = done.returncode == 0 and expected in done.stdout
+        row = Row(what, time.monotonic() - start, "passed" if passed else f"FAILED ({done.returncode})")
         if not passed:
-            print(done.stdout[-4000:], flush=True)
-        self.rows.append(Row(what, time.monotonic() - start, "passed" if passed else f"FAILED ({done.returncode})"))
+            print(done.stdout[-4000:])
+        print(f"-- {row.result}: {row.seconds:.0f} s", flush=True)
+        self.rows.append(row)
         return done.stdout
 
     def note(self, what: str, problem: str) -> None:
@@ -140,6 +145,17 @@ class Release:
             problem = "its name says something else"
         self.note(f"{wheel.name} runs on manylinux_{GLIBC[0]}_{GLIBC[1]}", problem)
 
+    def make_kernels_wheel(self, targets: str) -> Path | None:
+        """Built in the tree of the x86_64 wheel: sources that differ would not find the kernels."""
+        options = [f"--target={target}" for target in targets.split(",")]
+        command = (sys.executable, "-m", "aot.wheel", *options, "--output", DIST, "--kernels", OUT / "kernels")
+        environment = dict(os.environ) | {"PYTHONPATH": str(OUT / "x86_64")}
+        self.step(f"kernels: {targets}", *command, env=environment, cwd=OUT / "x86_64")
+        wheel = next(DIST.glob("flashpage_kernels-*.whl"), None)
+        size = f" ({wheel.stat().st_size / 1e6:.2f} MB)" if wheel else ""
+        self.note(f"kernels: wheel{size}", "" if wheel else "there is none")
+        return wheel
+
     # ------------------------------------------------------------ trying
 
     def try_in_an_empty_environment(self, file: Path) -> None:
@@ -162,6 +178,15 @@ class Release:
             self.step("wheel: mypy --strict of the ten lines", *mypy, "ten_lines.py", cwd=folder)
             pyright = (self.tools, "-m", "pyright", f"--pythonpath={python}")
             self.step("wheel: pyright of the ten lines", *pyright, "ten_lines.py", cwd=folder)
+
+    def try_kernels(self, kernels: Path, wheel: Path) -> None:
+        """Adds the kernels to the environment in which the wheel was tried."""
+        folder = OUT / f"try-{wheel.name}"
+        python, kept = folder / "venv" / "bin" / "python", {"HOME": str(folder / "home"), "PATH": "/nonexistent"}
+        self.step("kernels: pip install", python, "-m", "pip", "install", "-q", "--no-index", kernels, env=kept)
+        script = ROOT / ".ci" / "shipped_kernels.py"
+        found = self.step("kernels: found by their specs", python, script, env=kept, cwd=folder, expected="for sm_")
+        self.rows.append(Row(found.strip(), 0, "passed"))
 
     def try_on_arm(self, wheel: Path) -> None:
         command = os.environ.get("FLASHPAGE_ARM_PYTHON")
@@ -199,10 +224,12 @@ def found(pattern: str, name: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--draft", action="store_true", help="allow open changes in CHANGELOG.md and uncommitted files")
+    parser.add_argument("--cuda", action="store_true", help="also the wheel with kernels of cards; needs nvcc")
+    parser.add_argument("--targets", default="sm_80,sm_89,sm_90a", help="of --cuda (default: %(default)s)")
     parser.add_argument("--only", choices=sorted(KERNELS), help="one machine's wheel")
     given = parser.parse_args()
     for old in OUT.glob("*") if OUT.exists() else ():
-        if old.name != "tools":
+        if old.name not in ("tools", "kernels"):  # entries of kernels prove themselves
             shutil.rmtree(old)
     DIST.mkdir(parents=True)
     release = Release(given.only)
@@ -211,10 +238,13 @@ def main() -> int:
     unpacked = release.make_sdist()
     machines = [given.only] if given.only else sorted(KERNELS)
     wheels = {machine: release.make_wheel(machine, unpacked) for machine in machines}
+    kernels = release.make_kernels_wheel(given.targets) if given.cuda and "x86_64" in wheels else None
     release.step("twine check --strict", release.tools, "-m", "twine", "check", "--strict", *sorted(DIST.iterdir()))
     for machine, wheel in wheels.items():
         if wheel is not None and machine == os.uname().machine:
             release.try_in_an_empty_environment(wheel)
+            if kernels is not None:
+                release.try_kernels(kernels, wheel)
         elif wheel is not None:
             release.try_on_arm(wheel)
     release.try_in_an_empty_environment(next(DIST.glob("*.tar.gz")))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import itertools
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,11 @@ from jit_sandbox import Sandbox, toy
 
 from aot import build as aot_build
 from aot import specs
+from aot import wheel as aot_wheel
 from flashpage import jit
 from flashpage.base import paths
 from flashpage.base.dtypes import DType
+from flashpage.base.version import VERSION
 from flashpage.jit import cache, compilers
 from flashpage.jit.targets import PTX
 from flashpage.kernels import ATTENTION, choose, devices, helpers
@@ -271,3 +276,24 @@ def test_nvrtc_compiles_a_default_kernel_without_another_include_path(tmp_path: 
     kernels = [(specs.default_cuda_specs(target)[0], target) for target in CUDA_TARGETS]
     results = jit.build_kernels(kernels, tmp_path, compiler=nvrtc)
     assert [str(result.error) for result in results if result.error] == []
+
+
+def test_a_wheel_of_kernels_has_what_its_record_says(tmp_path: Path) -> None:
+    """Entries and memos lie where an installed flashpage looks for them, and the files are those of the record."""
+    kernels, key = tmp_path / "kernels", "0" * 40
+    for name in (f"{key}/kernel-1.cubin", f"{key}/meta.json", ".keys/1-sm_90a"):
+        (kernels / name).parent.mkdir(parents=True, exist_ok=True)
+        (kernels / name).write_text(name)
+    path = aot_wheel.pack(kernels, ("sm_90a",), tmp_path / "dist")
+    assert path.read_bytes() == aot_wheel.pack(kernels, ("sm_90a",), tmp_path / "again").read_bytes()
+    with zipfile.ZipFile(path) as wheel:
+        names, info = wheel.namelist(), aot_wheel.INFO
+        record = dict(line.split(",", 1) for line in wheel.read(f"{info}/RECORD").decode().splitlines())
+        inside = paths.aot_dir().relative_to(paths.PACKAGE.parent).as_posix()
+        assert f"{inside}/{key}/kernel-1.cubin" in names and f"{inside}/.keys/1-sm_90a" in names
+        assert set(record) == set(names) and record.pop(f"{info}/RECORD") == ","
+        for name, proof in record.items():
+            data = wheel.read(name)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+            assert proof == f"sha256={digest},{len(data)}", name
+        assert f"Requires-Dist: flashpage=={VERSION}\n" in wheel.read(f"{info}/METADATA").decode()

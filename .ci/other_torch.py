@@ -1,0 +1,86 @@
+"""A short smoke with the oldest torch that flashpage supports on even days, and with the newest one on odd days, in an
+environment of its own: `python3 .ci/other_torch.py [oldest|newest|VERSION]`.
+
+Only builds for the CPU are used, which have "+cpu" in their versions: others come with gigabytes of CUDA libraries. If
+pip knows none (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS), one line says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README_EXAMPLE = re.compile(r"```python\n(.*?)```\s*```text\n(.*?)```", re.DOTALL)
+# Calls of each kind, operators under torch.compile, and builtins that read tensors without torch's Python.
+TESTS = ("tests/api/test_api_direct.py", "tests/api/test_ops.py", "tests/host/test_host_layout.py")
+
+
+def found(pattern: str, name: str) -> str:
+    match = re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
+    assert match is not None, f"{name} has no {pattern}"
+    return match[1]
+
+
+def cpu_builds() -> list[str]:
+    """Versions of torch for the CPU that pip finds, the newest first."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    listed = re.search(r"^Available versions: (.*)", done.stdout, re.MULTILINE)
+    return [version for version in listed[1].split(", ") if version.endswith("+cpu")] if listed else []
+
+
+def chosen(which: str, versions: list[str]) -> str | None:
+    """The version to try, or None."""
+    if which == "newest":
+        return versions[0] if versions else None
+    wanted = found(r'^    "torch>=(\d+\.\d+)', "pyproject.toml") if which == "oldest" else which
+    return next(
+        (version for version in reversed(versions) if f"{version}.".startswith((f"{wanted}.", f"{wanted}+"))), None
+    )
+
+
+def main() -> int:
+    which = sys.argv[1] if len(sys.argv) > 1 else ("oldest", "newest")[int(time.time() // 86400) % 2]
+    version = chosen(which, cpu_builds())
+    if version is None:
+        print(f"skipped: pip finds no build for the CPU of the {which} torch")
+        return 0
+    if which == "newest" and version == f"{found(r'^torch==(.*)', 'constraints.txt')}+cpu":
+        print(f"skipped: the newest build of torch for the CPU is the pinned one, {version}")
+        return 0
+    print(f"torch {version}", flush=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+    with tempfile.TemporaryDirectory(prefix="flashpage-torch-") as name:
+        folder = Path(name)
+        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+        python = str(folder / "venv" / "bin" / "python")
+        packages = [f"torch=={version}", "numpy>=1.26", "jinja2", "ninja", "pytest"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], env=environment, check=True)
+        return smoke([python], environment | {"PYTHONPATH": str(ROOT)}, folder)
+
+
+def smoke(python: list[str], environment: dict[str, str], folder: Path) -> int:
+    """The README's ten lines, the demo, and tests; returns how many failed."""
+    readme = README_EXAMPLE.search((ROOT / "README.md").read_text())
+    assert readme is not None
+    (folder / "ten_lines.py").write_text(readme[1])
+    failed = 0
+    for words in (["ten_lines.py"], ["-m", "flashpage", "demo"]):
+        done = subprocess.run([*python, *words], env=environment, cwd=folder, capture_output=True, text=True)
+        is_right = done.returncode == 0 and (len(words) > 1 or readme[2] in done.stdout)
+        print(
+            f"{' '.join(words)}: {'passed' if is_right else f'FAILED{chr(10)}{done.stdout}{done.stderr}'}", flush=True
+        )
+        failed += not is_right
+    tests = subprocess.run([*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS], env=environment, cwd=ROOT)
+    return failed + (tests.returncode != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
