@@ -9,6 +9,7 @@ from flashpage.jit import Target
 from flashpage.jit.targets import PTX
 from flashpage.kernels import ATTENTION, devices, helpers
 from flashpage.kernels.choose import choose_for_card
+from flashpage.kernels.context_classes import CLASSES
 from flashpage.kernels.devices import Device
 from flashpage.kernels.spec import KernelSpec
 
@@ -28,14 +29,16 @@ def cards_of(target: Target) -> list[Device]:
     return list({card.shared_bytes: card for card in reversed(cards)}.values())
 
 
-def attention_specs(target: Target, default_only: bool = False) -> list[KernelSpec]:
-    """The specs that `choose` picks for each kernel's rows on the target's cards, where it picks that kernel."""
+def attention_specs(target: Target, default_only: bool = False, all_contexts: bool = False) -> list[KernelSpec]:
+    """The specs that `choose` picks for each kernel's rows on the target's cards, where it picks that kernel.
+    `all_contexts`: each row for every class of contexts, which a machine that cannot compile may meet."""
     found = {}
     for card, kernel in itertools.product(cards_of(target), ATTENTION):
         if kernel.backend != target.backend or (kernel.archs and target.arch not in kernel.archs):
             continue
-        for row in kernel.ahead:
-            choice = choose_for_card(row.problem, card, row.variant)
+        for row, contexts in itertools.product(kernel.ahead, CLASSES if all_contexts else (None,)):
+            problem = dataclasses.replace(row.problem, contexts=contexts) if contexts else row.problem
+            choice = choose_for_card(problem, card, row.variant)
             if choice.kernel is kernel and (row.is_default or not default_only):
                 found[choice.spec] = None
     return list(found)

@@ -11,11 +11,14 @@ import base64
 import hashlib
 import sys
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from flashpage.base.version import VERSION
+from flashpage.jit import Target
 
-from .build import build_into, listed, report
+from . import specs
+from .build import Kernel, build_into, listed, report
 
 ROOT = Path(__file__).resolve().parent.parent
 # A100, L4 and L40S, H100 and H200; without a kernel of its own, a card compiles one.
@@ -37,6 +40,16 @@ Kernels that flashpage {version} finds in place of compiling them, for {targets}
 plan are usual ones; other options compile a kernel as before. `flashpage info` counts the kernels that were found.
 """
 WHEEL = "Wheel-Version: 1.0\nGenerator: flashpage aot.wheel\nRoot-Is-Purelib: false\nTag: py3-none-any\n"
+
+
+def kernels_of(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
+    """The list, and its plans for batches of every class of contexts: no other kernel can take their place."""
+    contexts = [
+        (spec, target)
+        for target in map(Target.parse, targets)
+        for spec in specs.attention_specs(target, default_only, all_contexts=True)
+    ]
+    return list(dict.fromkeys([*listed(targets, default_only), *contexts]))
 
 
 def pack(kernels: Path, targets: tuple[str, ...], output: Path) -> Path:
@@ -78,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, help="number of compilers that run at once; default: by cores and memory")
     given = parser.parse_args(arguments)
     targets = tuple(given.target or TARGETS)
-    results = build_into(given.kernels, listed(targets, given.default_only), given.jobs)
+    results = build_into(given.kernels, kernels_of(targets, given.default_only), given.jobs)
     report(results)
     if failed := [result for result in results if result.error]:
         print(f"{len(failed)} kernels failed: no wheel\n{failed[0].error}", file=sys.stderr)
