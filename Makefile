@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 DOCS_VENV ?= $(VENV)-docs
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
-CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 'tests/bench/*.cu' 2>/dev/null)
+CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 'docs/explorer/*.cpp' 'tests/bench/*.cu' 2>/dev/null)
 
 .PHONY: help venv docs docs-check demo test test-fast test-engines fuzz soak sanitize bench lint lint-ruff lint-format \
   lint-cpp lint-types format aot release clean

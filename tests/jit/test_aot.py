@@ -24,7 +24,7 @@ from flashpage.base.version import VERSION
 from flashpage.jit import cache, compilers
 from flashpage.jit.targets import PTX
 from flashpage.kernels import ATTENTION, choose, devices, helpers
-from flashpage.kernels.ahead import HEAD_DIMS
+from flashpage.kernels.ahead import BF16, FP16, HEAD_DIMS, Ahead
 from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
@@ -276,6 +276,18 @@ def test_nvrtc_compiles_a_default_kernel_without_another_include_path(tmp_path: 
     kernels = [(specs.default_cuda_specs(target)[0], target) for target in CUDA_TARGETS]
     results = jit.build_kernels(kernels, tmp_path, compiler=nvrtc)
     assert [str(result.error) for result in results if result.error] == []
+
+
+@pytest.mark.parametrize("card", ["A100", "L4", "L40S", "H100", "H200"])
+def test_the_wheel_of_kernels_serves_every_paged_batch(card: str) -> None:
+    """Any number of rows and class of contexts, for 16-bit elements and the usual head dims."""
+    row = devices.named(card)
+    target = jit.Target("cuda", row.sm)
+    assert target.name in aot_wheel.TARGETS
+    shipped = {spec for spec, _ in aot_wheel.kernels_of([target.name])}
+    for dtype, dim, log, contexts in itertools.product((BF16, FP16), HEAD_DIMS, range(13), ContextClass):
+        problem = Ahead(dtype, dtype, (dim, dim), 1 << log, contexts=contexts).problem
+        assert choose.choose_for_card(problem, row).spec in shipped, (dtype, dim, 1 << log, contexts)
 
 
 def test_a_wheel_of_kernels_has_what_its_record_says(tmp_path: Path) -> None:
