@@ -17,8 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README_EXAMPLE = re.compile(r"```python\n(.*?)```\s*```text\n(.*?)```", re.DOTALL)
-# Builtins that read tensors without torch's Python, with and without its DLPack functions, and structs of the C ABI.
-TESTS = ("tests/api/test_api_direct.py", "tests/host/test_host_layout.py")
+# Calls of each kind (with kernels that the test suite has compiled), and builtins that read tensors by torch's DLPack
+# functions, which the oldest torch lacks.
+TESTS = ("tests/api/test_api.py", "tests/api/test_api_direct.py", "tests/host/test_host_layout.py")
 
 
 def found(pattern: str, name: str) -> str:
