@@ -9,7 +9,7 @@ Inputs are compared as stored, so they carry no error. These roundings remain.
   times that.
 * A score is a sum of head_dim products in fp32, then scaled, capped or shifted. Its absolute error s moves its weight
   by the factor 1 +- s, and the lse by at most s.
-* On Hopper, prefill with bf16 weights can take the card's tanh for a soft cap (approximates_tanh): a capped score is
+* On Hopper, prefill with bf16 weights takes the card's tanh for a soft cap (approximates_tanh): a capped score is
   then off by 2^-11 of itself.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
   the spread of scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
@@ -33,7 +33,6 @@ import torch
 from cases.case import Case
 from reference import LOG2_E, State
 
-from flashpage.kernels import prefill_sm90
 
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 FP32 = 2.0**-24
@@ -63,8 +62,7 @@ def has_fp8_products(case: Case) -> bool:
 def approximates_tanh(case: Case) -> bool:
     """Whether prefill_sm90 computes a soft cap with tanh.approx: its weights are not fp16."""
     is_bf16 = case.q_dtype == case.kv_type == "bfloat16"
-    takes_it = prefill_sm90._HAS_APPROXIMATE_CAPS and bool(case.soft_cap)
-    return takes_it and _is_prefill(case) and (is_bf16 or has_fp8_products(case))
+    return bool(case.soft_cap) and _is_prefill(case) and (is_bf16 or has_fp8_products(case))
 
 
 def _is_prefill(case: Case) -> bool:
