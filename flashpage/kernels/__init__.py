@@ -12,6 +12,7 @@ from . import (
     latent_columns_sm90,
     latent_decode_sm90,
     latent_wide_sm90,
+    prefill_sm89,
     prefill_sm90,
 )
 from .kernel import AttentionKernel, Kernel
@@ -23,6 +24,7 @@ ATTENTION: list[AttentionKernel] = [
     latent_wide_sm90.KERNEL,
     latent_columns_sm90.KERNEL,
     latent_decode_sm90.KERNEL,
+    prefill_sm89.KERNEL,
     attention_sm80.KERNEL,
     cpu_attention.KERNEL,
 ]

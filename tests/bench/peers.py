@@ -6,12 +6,15 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from workloads import Case, Paged, indptr
+
+from flashpage.kernels import attention_sm80, choose
 
 Call = Callable[[], Tensor]
 
@@ -108,6 +111,12 @@ def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
     return lambda: wrapper.run(batch.q, batch.k, batch.v)
 
 
+def sm80_call(batch: Batch) -> Call:
+    """flashpage with the kernel that cards before Hopper get."""
+    with mock.patch.object(choose, "ATTENTION", [attention_sm80.KERNEL]):
+        return wrapper_call("flashpage", batch)
+
+
 def torch_call(backend: SDPBackend, batch: Batch) -> Call | None:
     """torch's own attention, for ragged prefills of equal lengths."""
     case = batch.case
@@ -157,6 +166,7 @@ def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
 
 PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: module that it needs, how it is called
     "flashpage": ("flashpage", lambda batch: wrapper_call("flashpage", batch)),
+    "flashpage sm80": ("flashpage", sm80_call),
     "flashinfer fa2": ("flashinfer", lambda batch: wrapper_call("flashinfer", batch, **_flashinfer(batch, "fa2"))),
     "flashinfer fa3": (
         "flashinfer",
@@ -171,9 +181,13 @@ PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: modul
 
 def _flashinfer(batch: Batch, backend: str) -> dict[str, object]:
     """Options for FlashInfer, which uses tensor cores in decode only if use_tensor_cores is set."""
-    return {"use_tensor_cores": True} if batch.case.q_len == 1 else {"backend": backend}
+    return {"use_tensor_cores": True, "backend": backend} if batch.case.q_len == 1 else {"backend": backend}
 
 
 def installed(peers: Mapping[str, tuple[str, Any]] = PEERS) -> list[str]:
-    """Labels of the peers that can be imported here."""
-    return [label for label, (module, _) in peers.items() if importlib.util.find_spec(module)]
+    """Labels of the peers that can be imported here. flashpage's other kernels run only if they are named."""
+    return [
+        label
+        for label, (module, _) in peers.items()
+        if importlib.util.find_spec(module) and not label.startswith("flashpage ")
+    ]

@@ -84,8 +84,8 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
     scales = latent_rows.run_arguments(case, inputs.cache, "cpu")
     latent_rows.set_scales(params, **scales)
     args = native.VariantArgs()
-    library = ctypes.CDLL(str(shared_library("latent_rows.cpp", first_include="hopper", flags=traits_flags(spec))))
-    library.run_latent_rows(ctypes.byref(params), ctypes.byref(args), planned.num_ctas)
+    library = ctypes.CDLL(str(shared_library("attention_sm80.cpp", first_include="hopper", flags=traits_flags(spec))))
+    library.run_attention_sm80(ctypes.byref(params), ctypes.byref(args), planned.num_ctas)
     if cut:
         merge = native.MergeParams(
             plan=params.plan,

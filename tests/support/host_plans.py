@@ -1,8 +1,9 @@
-"""Plans of latent rows for kernels on the host, with units and cuts that a test chooses."""
+"""Plans for kernels on the host, with units and cuts that a test chooses."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import latent_rows
@@ -40,7 +41,7 @@ def listed(case: Case, inputs: Inputs) -> tuple[Case, Inputs]:
 def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
     """All requests in one CTA; with `cut`, each unit is cut there, and the second pieces belong to a second CTA."""
     items: list[list[np.ndarray]] = [[], []]
-    merges, partial = [], 0
+    merges, partial, group = [], 0, case.num_q_heads // case.num_kv_heads
     for request, (rows, tokens) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
         if not rows:
             continue
@@ -48,21 +49,24 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
         item["kv_offset"], item["request"] = int(inputs.indptr[request]), request
         item["q_begin"], item["q_len"], item["kv_len"] = int(inputs.qo_indptr[request]), rows, tokens
         item["kv_end"] = tokens
-        item["num_units"] = units = -(-rows * case.num_q_heads // tile_q)
+        units = -(-rows * group // tile_q)
+        item["num_units"] = units * case.num_kv_heads
         item["partial_row"] = item["merge"] = -1
         if not cut or tokens <= cut:
             items[0].append(item)
             continue
-        for unit in range(units):
+        for head, unit in itertools.product(range(case.num_kv_heads), range(units)):
             first = unit * tile_q
-            own = min(tile_q, rows * case.num_q_heads - first)
+            own = min(tile_q, rows * group - first)
             for piece, (begin, end) in enumerate(((0, cut), (cut, tokens))):
                 one = item.copy()
+                one["kv_head"] = head
                 one["first_packed_row"], one["num_units"], one["kv_begin"], one["kv_end"] = first, 1, begin, end
                 one["partial_row"], one["piece"], one["merge"] = partial + piece * own, piece, len(merges)
                 items[piece].append(one)
             for row in range(0, own, _MERGE_ROWS):
                 merge = np.zeros(1, records.MERGE_ITEM)
+                merge["kv_head"] = head
                 merge["request"], merge["q_begin"], merge["first_packed_row"] = request, item["q_begin"], first + row
                 merge["num_rows"], merge["partial_row"] = min(_MERGE_ROWS, own - row), partial + row
                 merge["partial_stride"], merge["num_partials"] = own, 2

@@ -15,6 +15,7 @@
 #include "flashpage/tile/mask/mask.h"
 #include "flashpage/tile/merge/epilogue.h"
 #include "flashpage/tile/product/values.h"
+#include "flashpage/tile/softmax/fp8_softmax.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/softmax/softmax.h"
 
@@ -43,6 +44,8 @@ struct ManyRows {
   using S = Shape<Traits>;
   using Cache = typename S::Cache;
   using Shared = ManyRowsShared<Traits>;
+  using Softmax =
+      typename select_type<S::fp8_products, Fp8Softmax<S::row_tiles>, SoftmaxState<S::row_tiles>>::type;
   static constexpr int tokens = Traits::tile_kv;
   static constexpr int stages = Traits::stages;
   // With two stages the next tile's copies can be spread over this tile's products, if registers allow.
@@ -148,7 +151,7 @@ struct ManyRows {
     const Unit& unit = place.unit;
     int warp_row = thread() / 32 * S::rows_a_warp;
     float values[S::row_tiles][S::value_tiles][4] = {};
-    SoftmaxState<S::row_tiles> state;
+    Softmax state;
     start(state, place.item, unit, warp_row);
     if constexpr (S::rotate) {
       ptx::cp_async_wait<stages - 1>();
@@ -181,7 +184,7 @@ struct ManyRows {
   // Computes one tile of keys and values and issues the copies of the next one.
   enum class Masking { off, on, where_needed };
   template <Masking masking>
-  FP_DEVICE void step(const Place& place, int tile, SoftmaxState<S::row_tiles>& state,
+  FP_DEVICE void step(const Place& place, int tile, Softmax& state,
                       float (&values)[S::row_tiles][S::value_tiles][4]) {
     const Unit& unit = place.unit;
     int warp_row = thread() / 32 * S::rows_a_warp;
@@ -213,13 +216,13 @@ struct ManyRows {
     if constexpr (stages == 2 && !spread) copy_values(unit, tile + 1);
     note_rows(place, tile + 2, next);
     multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % stages]), lane(), [&](int step) {
-      if constexpr (spread) load_values<tokens / 16>(unit, tile + 1, step);
+      if constexpr (spread) load_values<value_steps<Traits, tokens / 8>>(unit, tile + 1, step);
     });
     if constexpr (spread) ptx::cp_async_commit();
   }
 
   // As begin_with_sinks, but the lane's number is read again for each use.
-  FP_DEVICE void start(SoftmaxState<S::row_tiles>& state, const WorkItem& item, const Unit& unit, int warp_row) {
+  FP_DEVICE void start(Softmax& state, const WorkItem& item, const Unit& unit, int warp_row) {
     state.clear();
     if (!params.sinks) return;
 #pragma unroll
@@ -230,12 +233,14 @@ struct ManyRows {
         state.maximum[m][half] = sink_of(rows, rows.packed_row(m, half));
         state.sum[m][half] = lane() % 4 == 0 && state.maximum[m][half] != ptx::negative_infinity() ? 1.f : 0.f;
       }
+    if constexpr (S::fp8_products) state.lift_sums();
   }
 
   template <bool partial>
-  FP_DEVICE void write_rows(SoftmaxState<S::row_tiles>& state, float (&values)[S::row_tiles][S::value_tiles][4],
+  FP_DEVICE void write_rows(Softmax& state, float (&values)[S::row_tiles][S::value_tiles][4],
                             const Place& place, int warp_row) {
     const Unit& unit = place.unit;
+    if constexpr (S::fp8_products) state.lower_maxima();
     float value_scale = value_scale_of(params, unit.kv_head);
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m)

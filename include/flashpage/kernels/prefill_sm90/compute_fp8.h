@@ -48,7 +48,7 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
     float (&factor)[1][2];
     float (&sum_factor)[2];  // of the accumulated sums
     int& left;               // tiles until the next accumulation
-    Fp8Softmax& state;
+    Fp8SoftmaxInParts& state;
     u32 (&probabilities)[steps][4];
     float (&exponents)[max_of(later, 1) * 4][4];
   };
@@ -62,7 +62,7 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
     float factor[1][2];
     float sum_factor[2] = {0.f, 0.f};  // nothing is accumulated yet
     int left = sum_tiles;
-    Fp8Softmax state;
+    Fp8SoftmaxInParts state;
     state.clear();
     if (params.sinks) {
       begin_with_sinks(state, rules.rows);

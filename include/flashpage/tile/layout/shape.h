@@ -28,16 +28,19 @@ struct Shape {
   static constexpr bool loads_for_many = Traits::Variant::logit_loads_by_token && Traits::tile_kv > 16;
   static constexpr bool query_in_registers = Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16 &&
                                              (!rotate || rotate_in_half) && !loads_for_many;
-  static constexpr bool can_widen_query = (swizzled || Traits::layout == RowsLayout::pieces) && query_in_registers;
+  // Whether the tensor cores multiply fp8 factors: queries, keys, probabilities and values.
+  static constexpr bool fp8_products = is_fp8<Query>;
+  static constexpr bool can_widen_query = !fp8_products && (swizzled || Traits::layout == RowsLayout::pieces) && query_in_registers;
   using Product = typename select_type<(is_fp8<Key> && can_widen_query), Half, Query>::type;
   // The type of probabilities: fp16 over fp8 values (exact for both formats), otherwise the query's type.
-  using Probability = typename select_type<is_fp8<Cache>, Half, Query>::type;
+  using Probability = typename select_type<(is_fp8<Cache> && !fp8_products), Half, Query>::type;
 
   static constexpr int threads = 32 * Traits::warps_q * Traits::warps_v * Traits::warps_kv;  // threads that compute
   static constexpr int rows_a_warp = Traits::tile_q / Traits::warps_q;
   static constexpr int row_tiles = rows_a_warp / 16;  // m16 tiles of one warp
   static constexpr int warp_tokens = swizzled ? Traits::tile_kv : Traits::tile_kv / Traits::warps_kv;
-  static constexpr int key_steps = ceil_div(Traits::head_dim_qk, 16);  // k16 steps of Q K^T
+  // Steps of Q K^T: products of 16 terms, or 32 of fp8.
+  static constexpr int key_steps = ceil_div(Traits::head_dim_qk, fp8_products ? 32 : 16);
   static constexpr int key_unroll = row_tiles * key_steps <= 8   ? key_steps
                                     : key_steps <= 8 || swizzled ? 4
                                                                  : 8;  // unrolling more steps takes registers

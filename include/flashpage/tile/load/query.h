@@ -17,7 +17,8 @@ FP_DEVICE i64 query_offset(const AttentionParams& params, const WorkItem& item, 
 // padding, which lies between pairs.
 template <class Traits>
 inline constexpr bool query_follows_bytes =
-    is_fp8<typename Shape<Traits>::Key> && !(Shape<Traits>::rotate && Traits::head_dim_qk % 32 != 0);
+    is_fp8<typename Shape<Traits>::Key> && !Shape<Traits>::fp8_products &&
+    !(Shape<Traits>::rotate && Traits::head_dim_qk % 32 != 0);
 
 // The columns of a row in shared memory that load_query writes.
 template <class Traits>
@@ -94,7 +95,7 @@ template <class Traits, int threads = Shape<Traits>::threads, class Offset>
 FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread,
                           Offset&& offset) {
   using S = Shape<Traits>;
-  if constexpr (is_fp8<typename Traits::StoredQuery>) {
+  if constexpr (is_fp8<typename Traits::StoredQuery> && !S::fp8_products) {
     // A single warp waits for every batch, so it takes large ones; next to accumulators few registers are free.
     constexpr int batch = threads == 32 ? (S::value_tiles <= 16 ? 8 : 4) : Traits::warps_q > 1 ? 2 : 4;
     widen_query<Traits, threads, batch>(destination, params, unit, thread, offset);

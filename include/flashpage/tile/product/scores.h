@@ -18,7 +18,7 @@ FP_DEVICE u32 query_lane_address(u32 query, int lane) {
   return Shape<Traits>::QueryRows::lane_address(query, lane % 16, lane / 16);
 }
 
-// Loads Q's fragments of one k16 step, one for each m16 tile.
+// Loads Q's fragments of one step, one for each m16 tile.
 template <class Traits>
 FP_DEVICE void load_query_fragment(u32 (&a)[Shape<Traits>::row_tiles][4], u32 lane_address, int step) {
   using Rows = typename Shape<Traits>::QueryRows;
@@ -43,7 +43,7 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.f;
 
-  if constexpr (!is_fp8<typename S::Key>) {
+  if constexpr (!is_fp8<typename S::Key> || S::fp8_products) {
     u32 lane_address = Rows::lane_address(key, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll S::key_unroll
     for (int step = 0; step < S::key_steps; ++step) {
@@ -56,8 +56,8 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
         ptx::ldmatrix_x4(b, Rows::at_chunk(lane_address, 2 * step) + n * 8 * Rows::stride);
 #pragma unroll
         for (int m = 0; m < S::row_tiles; ++m) {
-          ptx::mma_m16n8k16<Product>(scores[m][n], a[m], b[0], b[1]);
-          ptx::mma_m16n8k16<Product>(scores[m][n + 1], a[m], b[2], b[3]);
+          ptx::mma_m16n8<Product>(scores[m][n], a[m], b[0], b[1]);
+          ptx::mma_m16n8<Product>(scores[m][n + 1], a[m], b[2], b[3]);
         }
       }
     }

@@ -7,27 +7,42 @@
 
 namespace flashpage {
 
-// The scores after softmax as fragments of the value product, one for each k16 step: half the registers of the scores.
+// The scores after softmax as fragments of the value product, one for each step of 16 tokens, or of 32 if they are fp8:
+// half or a quarter of the registers of the scores.
 template <class Traits, int token_tiles>
 struct Probabilities {
-  u32 fragment[token_tiles / 2][Shape<Traits>::row_tiles][4];
+  using P = typename Shape<Traits>::Probability;
+  static constexpr int step_tiles = is_fp8<P> ? 4 : 2, steps = token_tiles / step_tiles;
+  u32 fragment[steps][Shape<Traits>::row_tiles][4];
 
   Probabilities() = default;
   FP_DEVICE explicit Probabilities(const float (&scores)[Shape<Traits>::row_tiles][token_tiles][4]) {
 #pragma unroll
-    for (int step = 0; step < token_tiles / 2; ++step)
+    for (int step = 0; step < steps; ++step)
 #pragma unroll
       for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float (&pair)[4] = scores[m][2 * step + i / 2];
-          fragment[step][m][i] = ptx::pack2<typename Shape<Traits>::Probability>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+          const int n = step * step_tiles + i / 2 * (step_tiles / 2), e = i % 2 * 2;
+          if constexpr (is_fp8<P>) {
+            // Two of the lane's tokens in one n8 tile and two in the next, as in tile/load/transposed_values.h.
+            const float (&first)[4] = scores[m][n], (&second)[4] = scores[m][n + 1];
+            fragment[step][m][i] = ptx::pack4<P>(first[e], first[e + 1], second[e], second[e + 1]);
+          } else {
+            fragment[step][m][i] = ptx::pack2<P>(scores[m][n][e], scores[m][n][e + 1]);
+          }
         }
   }
 };
 
+// The number of times that multiply_values calls between().
+template <class Traits, int token_tiles>
+inline constexpr int value_steps =
+    Shape<Traits>::fp8_products ? Shape<Traits>::ValueRows::chunks : token_tiles / 2;
+
 // `value`: shared address of the tile's first token. between(step) is other work that is spread over the products.
 template <class Traits, class Between, int token_tiles>
+  requires(!Shape<Traits>::fp8_products)
 FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<Traits>::value_tiles][4],
                                const Probabilities<Traits, token_tiles>& probabilities, u32 value, int lane,
                                Between&& between) {
@@ -66,6 +81,42 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
         }
       }
     }
+  }
+}
+
+// As above, for fp8 probabilities and values. A transposed register holds two tokens of two neighbouring columns, so
+// that even columns make one n8 tile and odd ones the next. Tensor cores cut off the low bits of sums of fp8 products
+// towards zero, so each tile has sums of its own, which are added in fp32.
+template <class Traits, class Between, int token_tiles>
+  requires(Shape<Traits>::fp8_products)
+FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<Traits>::value_tiles][4],
+                               const Probabilities<Traits, token_tiles>& probabilities, u32 value, int lane,
+                               Between&& between) {
+  using S = Shape<Traits>;
+  using Rows = typename S::ValueRows;
+  using P = typename S::Probability;
+  const u32 lane_address = Rows::lane_address(value, lane, 0);
+#pragma unroll
+  for (int chunk = 0; chunk < Rows::chunks; ++chunk) {
+    between(chunk);
+    float sums[S::row_tiles][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < probabilities.steps; ++step) {
+      u32 words[4];
+      ptx::ldmatrix_x4_trans(words, Rows::at_chunk(lane_address, chunk) + step * 32 * Rows::stride);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const u32 b0 = ptx::byte_permute(words[0], words[1], odd ? 0x7531 : 0x6420);
+        const u32 b1 = ptx::byte_permute(words[2], words[3], odd ? 0x7531 : 0x6420);
+#pragma unroll
+        for (int m = 0; m < S::row_tiles; ++m)
+          ptx::mma_m16n8k32<P>(sums[m][odd], probabilities.fragment[step][m], b0, b1);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < S::row_tiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[m][2 * chunk + i / 4][i % 4] += sums[m][i / 4][i % 4];
   }
 }
 

@@ -5,29 +5,43 @@
 
 namespace flashpage {
 
-// The state of one m16 tile of rows. Probabilities relative to the state's maximum are multiplied by 2^7; since fp8's
-// largest number is 448, a score may exceed the maximum by 2^1.8. They keep three mantissa bits down to 2^-13 of the
-// maximum, and are zero below 2^-17. Sums have the factor of 2^7 too.
-struct Fp8Softmax : SoftmaxState<1> {
+// Probabilities relative to the state's maximum are multiplied by 2^7; since fp8's largest number is 448, a score may
+// exceed the maximum by 2^1.8. They keep three mantissa bits down to 2^-13 of the maximum, and are zero below 2^-17.
+// Sums have the factor of 2^7 too.
+template <int row_tiles>
+struct Fp8Softmax : SoftmaxState<row_tiles> {
+  using Base = SoftmaxState<row_tiles>;
   static constexpr int lift = 7;
   static constexpr float headroom = 1.8f;
 
   // Lifts the sums of sinks with which the state has begun.
   FP_DEVICE void lift_sums() {
-    sum[0][0] *= 1 << lift;
-    sum[0][1] *= 1 << lift;
+#pragma unroll
+    for (int i = 0; i < 2 * row_tiles; ++i) this->sum[i / 2][i % 2] *= 1 << lift;
   }
   // Lowers the maxima, so that from here on the state gives a correct LSE.
   FP_DEVICE void lower_maxima() {
-    maximum[0][0] -= lift;
-    maximum[0][1] -= lift;
+#pragma unroll
+    for (int i = 0; i < 2 * row_tiles; ++i) this->maximum[i / 2][i % 2] -= lift;
   }
 
   // Whether the maximum of a row of the warp moved: values are then rescaled by `factor`.
   template <int token_tiles>
-  FP_DEVICE bool raise(const float (&scores)[1][token_tiles][4], float scale, float (&factor)[1][2]) {
-    return SoftmaxState<1>::raise(scores, scale, factor, headroom);
+  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2]) {
+    return Base::raise(scores, scale, factor, headroom);
   }
+  // As SoftmaxState::update.
+  template <int token_tiles, int value_tiles>
+  FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4],
+                        float scale) {
+    float factor[row_tiles][2];
+    if (raise(scores, scale, factor)) this->rescale(values, factor);
+    this->exponentiate(scores, scale, lift);
+  }
+};
+
+// The softmax of one m16 tile of rows in parts, for a kernel that has other work in between.
+struct Fp8SoftmaxInParts : Fp8Softmax<1> {
   // Computes and packs probabilities. A register has four: two of this lane's tokens in one n8 tile and two in the next
   // (tile/load/transposed_values.h). Of the last `later` steps it computes only the exponents, so that their scores'
   // registers are free.

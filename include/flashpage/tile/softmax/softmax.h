@@ -80,15 +80,15 @@ struct SoftmaxState {
         for (int e = 0; e < 4; ++e) values[m][n][e] *= factor[m][e / 2];
   }
 
-  // The second part of update, from token tile `first` on.
+  // The second part of update, from token tile `first` on. Probabilities are multiplied by 2^lift.
   template <int first = 0, int token_tiles>
-  FP_DEVICE void exponentiate(float (&scores)[row_tiles][token_tiles][4], float scale) {
+  FP_DEVICE void exponentiate(float (&scores)[row_tiles][token_tiles][4], float scale, float lift = 0.f) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int e = half * 2;
-        float origin = finite_or_zero(maximum[m][half]);
+        float origin = finite_or_zero(maximum[m][half]) - lift;
         float total = sum[m][half];
 #pragma unroll
         for (int n = first; n < token_tiles; ++n) {

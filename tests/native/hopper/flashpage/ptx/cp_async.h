@@ -7,9 +7,31 @@
 
 namespace hopper {
 
-inline std::map<u32, std::vector<std::function<void()>>> row_copies;  // of each thread
+// A thread's copies in flight, with the number of their group.
+struct RowCopies {
+  std::vector<std::pair<int, std::function<void()>>> copies;
+  int group = 0;  // that the next commit ends
 
-inline std::vector<std::function<void()>> take_row_copies() { return std::exchange(row_copies[card::fiber], {}); }
+  // Removes and returns those of all groups before `end`.
+  std::vector<std::function<void()>> take(int end) {
+    std::vector<std::function<void()>> taken;
+    auto kept = copies.begin();
+    for (auto& [group, copy] : copies) {
+      if (group < end)
+        taken.push_back(std::move(copy));
+      else
+        *kept++ = {group, std::move(copy)};
+    }
+    copies.erase(kept, copies.end());
+    return taken;
+  }
+};
+inline std::map<u32, RowCopies> row_copies;  // of each thread
+
+inline std::vector<std::function<void()>> take_row_copies() {
+  RowCopies& own = row_copies[card::fiber];
+  return own.take(own.group + 1);
+}
 
 }  // namespace hopper
 
@@ -22,7 +44,8 @@ void cp_async_first(u32 shared, const void* global, int valid_bytes) {
     std::memcpy(hopper::at(shared), global, valid_bytes);
   };
   if (hopper::random_number() % 4 == 0) return copy();
-  hopper::row_copies[card::fiber].push_back(copy);
+  hopper::RowCopies& own = hopper::row_copies[card::fiber];
+  own.copies.push_back({own.group, copy});
 }
 template <int bytes>
 void cp_async(u32 shared, const void* global, bool exists) {
@@ -32,11 +55,11 @@ template <int bytes>
 void cp_async(u32 shared, const void* global, bool exists, u64) {
   cp_async<bytes>(shared, global, exists);
 }
-inline void cp_async_commit() {}
+inline void cp_async_commit() { ++hopper::row_copies[card::fiber].group; }
 template <int pending>
 void cp_async_wait() {
-  static_assert(pending == 0);
-  for (const auto& copy : hopper::take_row_copies()) copy();
+  hopper::RowCopies& own = hopper::row_copies[card::fiber];
+  for (const auto& copy : own.take(own.group - pending)) copy();
 }
 
 }  // namespace flashpage::ptx

@@ -1,0 +1,94 @@
+"""Many rows of e4m3 queries over e4m3 keys and values: attention_sm80's loop with fp8 products (mma.sync m16n8k32), for
+Ada and for Blackwell's 12.x."""
+
+from __future__ import annotations
+
+from ..base.dtypes import DType
+from .ahead import E4M3, RAGGED, Ahead, more
+from .kernel import (
+    HALF,
+    AttentionKernel,
+    Rule,
+    ability,
+    attention_traits,
+    dtypes,
+    head_dims,
+    no_latent_rows,
+    no_rope_over_fp8,
+)
+from .spec import KernelSpec
+from .tile import MERGE_ITEM_ROWS, Cost, Tile
+from .work import InnerLoop, Work
+
+FEWEST_ROWS = 65  # packed: decode kernels take fewer
+# Compute capabilities with mma.sync of fp8 factors in hardware: for 9.0 and 10.x ptxas widens the factors to fp16.
+_NATIVE = (89, 120, 121)
+
+
+def _has_native_products(work: Work) -> str | None:
+    return None if work.card.sm in _NATIVE else "this card's mma.sync widens fp8 factors to fp16"
+
+
+def _many_rows(work: Work) -> str | None:
+    return None if work.packed_rows >= FEWEST_ROWS else f"it is for {FEWEST_ROWS} or more packed rows"
+
+
+def _e4m3_alone(work: Work) -> str | None:
+    options = work.options
+    if options.kv_dtype is options.q_dtype:
+        return None
+    return f"kv_data_type {options.kv_dtype.value} is not q's {options.q_dtype.value}"
+
+
+def _no_mask_bits(work: Work) -> str | None:
+    return "it has no custom masks" if work.options.has_mask else None
+
+
+_ACCEPTS: tuple[Rule, ...] = (
+    ability("fp8 mma"),
+    _has_native_products,
+    _many_rows,
+    no_latent_rows,
+    no_rope_over_fp8,
+    *dtypes(q=(DType.FLOAT8_E4M3,), out=HALF),
+    _e4m3_alone,
+    _no_mask_bits,
+    head_dims(32, 256, 32),  # a product has 32 terms
+)
+
+
+def _tile(work: Work) -> Tile:
+    """Two CTAs an SM hide each other's softmax and copies, in the 99 KiB of all these cards. A warp has 32 rows if
+    registers allow, so that each load of K and V feeds two products; else more tokens."""
+    is_plain, values = work.loop is InnerLoop.PLAIN, work.options.head_dim_vo
+    if values > 128:
+        return Tile(128, 64, 8, 1, 1, 1)
+    if not is_plain or work.widest > 128:
+        return Tile(64, 64, 4, 1, 1, 2)
+    if values > 96:
+        return Tile(64, 128, 4, 1, 1, 2)
+    return Tile(128, 64, 4, 1, 2 if work.widest <= 64 else 1, 2)
+
+
+def _cost(work: Work, tile: Tile) -> Cost:
+    """Products take half of attention_sm80's time, and the exponentials between them all of it."""
+    ns_per_token = work.card.compute_ns(work.columns / 256 * tile.tile_q / 128 * 32.0)
+    return Cost(True, ns_per_token, 6e3, 12e3, 128, MERGE_ITEM_ROWS)
+
+
+def _traits(spec: KernelSpec) -> tuple[str, ...]:
+    return attention_traits(spec, spec.q_dtype, spec.kv_dtype, "pitched")
+
+
+KERNEL = AttentionKernel(
+    name="prefill_sm89",
+    header="flashpage/kernels/prefill_sm89/kernel.h",
+    cpp="PrefillSm89<Traits>",
+    parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
+    accepts=_ACCEPTS,
+    tile=_tile,
+    cost=_cost,
+    row_alignment=16,
+    traits=_traits,
+    ahead=more(*(Ahead(E4M3, E4M3, (128, 128), 128, size) for size in (16, RAGGED))),
+)

@@ -1,0 +1,95 @@
+"""attention_sm80's loop over many rows on the host, with fp8 products (prefill_sm89) too: copies in groups, stages,
+fragments, softmax and masks. Copies arrive late and in any order."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import pytest
+import torch
+from cases.case import Case, prefill
+from host_plans import plan_of
+from inputs import Inputs, make_inputs, reference_states
+from native_build import shared_library, traits_flags
+from tolerance import limits
+
+from flashpage import native
+from flashpage.base.dtypes import DType
+from flashpage.kernels import devices
+from flashpage.kernels.choose import choose_for_card
+from flashpage.kernels.options import Options
+from flashpage.kernels.spec import KernelSpec
+from flashpage.kernels.work import Problem
+
+_E4M3 = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
+# Kernels by name; the card decides the tile.
+CASES = [
+    (
+        "prefill_sm89",
+        prefill("fp8", "one stage, causal, a unit without tokens", (20, 2), (210, 0), head_dim=128, causal=True, **_E4M3),
+    ),
+    (
+        "prefill_sm89",
+        prefill("fp8-narrow", "two m16 tiles a warp, two stages, sinks", (40,), (150,), sinks=True, page_size=1, **_E4M3),
+    ),
+    ("attention_sm80", prefill("bf16", "two stages, a window", (40,), (150,), window_left=70, causal=True)),
+]
+
+
+def spec_of(case: Case) -> KernelSpec:
+    q, kv, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type, case.out_type))
+    sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim, case.page_size)
+    options = Options("paged", *sizes, q, kv, out, causal=case.causal)
+    return choose_for_card(Problem(options, 4096), devices.named("RTX 4090")).spec
+
+
+def run(case: Case, inputs: Inputs, spec: KernelSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs a CTA with all requests; returns out and lse."""
+    q, (k, v) = torch.cat(inputs.q), inputs.cache.argument("cpu")
+    out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
+    lse = torch.full((len(q), case.num_q_heads), math.nan)
+    planned, sinks = plan_of(case, inputs, spec.rows), inputs.sinks
+    params = native.AttentionParams(
+        q=q.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        q_row_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        out_row_stride=out.stride(0),
+        out_head_stride=out.stride(1),
+        kv_indices=inputs.indices.data_ptr(),
+        plan=planned.data.ctypes.data,
+        sinks=None if sinks is None else sinks.data_ptr(),
+        score_scale=case.score_scale,
+        value_scale=1.0,
+        num_q_heads=case.num_q_heads,
+        num_kv_heads=case.num_kv_heads,
+        causal=case.causal,
+        window_left=case.window_left,
+        group=native.make_fast_div(case.num_q_heads // case.num_kv_heads),
+        page=native.make_fast_div(case.page_size),
+    )
+    for view, cache in ((params.k, k), (params.v, v)):
+        view.data = cache.data_ptr()
+        view.page_stride, view.token_stride, view.head_stride = cache.stride()[:3]
+    args = native.VariantArgs()
+    library = ctypes.CDLL(str(shared_library("attention_sm80.cpp", first_include="hopper", flags=traits_flags(spec))))
+    library.run_attention_sm80(ctypes.byref(params), ctypes.byref(args), planned.num_ctas)
+    return out, lse
+
+
+@pytest.mark.parametrize(("kernel", "case"), CASES, ids=str)
+def test_many_rows(kernel: str, case: Case) -> None:
+    inputs, spec = make_inputs(case), spec_of(case)
+    assert spec.kernel == kernel and spec.tile is not None and spec.tile.warps_kv == 1
+    out, lse = run(case, inputs, spec)
+    begin = 0
+    for state in reference_states(inputs):
+        rows = slice(begin, begin + len(state.out))
+        begin = rows.stop
+        allowed = limits(case, state, fp8_products=kernel == "prefill_sm89")
+        error = (out[rows].double() - state.out).abs()
+        assert (error <= allowed.element).all()
+        assert (error.norm(dim=-1) <= allowed.row).all()
+        assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
