@@ -16,6 +16,7 @@ from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
 from .work import InnerLoop, Work
 
 MOST_PACKED_ROWS = 64
+_LOADING_WARPS = 4  # DecodeWarps::loading of the header
 _MOST_STAGES = 64  # the header uses as many as fit the ring
 _HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measured
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
@@ -55,11 +56,13 @@ def _small_warps_v(work: Work) -> int:
 
 
 def _fits_small_cards(work: Work) -> str | None:
-    """Refuses work of which a slot for each team and the buffers need more than 99 KiB."""
+    """Refuses work of which the fewest slots and the buffers need more than 99 KiB: a slot for each team and for each
+    loading warp."""
     options, dims = work.options, f"head dims of {work.options.head_dim_qk} and {work.options.head_dim_vo}"
     if not _is_small(work):
         return None
-    slots_fit = work.widest <= 256 and 8 // _small_warps_v(work) * 16 * _token_bytes(work) <= 48 << 10
+    slots = max(8 // _small_warps_v(work), _LOADING_WARPS)
+    slots_fit = work.widest <= 256 and slots * 16 * _token_bytes(work) <= 48 << 10
     if slots_fit and not work.rotates and not options.kv_dtype.is_fp8:
         return None
     what = dims if not slots_fit else "in-kernel RoPE" if work.rotates else f"kv_data_type {options.kv_dtype.value}"

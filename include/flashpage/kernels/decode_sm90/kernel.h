@@ -25,7 +25,10 @@ struct DecodeSm90 {
   static constexpr int shared_bytes = sizeof(Shared);
   // Packed rows of a unit that a cluster can merge; 0: the kernel is not launched with clusters.
   static constexpr int cluster_rows = Shared::has_mailbox ? min_of(ClusterMerge<Traits>::max_rows, Traits::tile_q) : 0;
-  static_assert(shared_bytes <= decode_shared_limit<Traits>(), "one slot a team is more than a CTA has");
+  static_assert(shared_bytes <= decode_shared_limit<Traits>(), "the fewest slots are more than a CTA has");
+  // A loading warp returns to the ring after `loading` slots. In a shorter ring it would wait for the phase after the
+  // one that other warps still fill, and the parity of a phase cannot tell those apart.
+  static_assert(Traits::stages >= Warps::loading);
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
     extern __shared__ __align__(1024) u8 memory[];
