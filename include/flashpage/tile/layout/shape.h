@@ -41,9 +41,8 @@ struct Shape {
   static constexpr int warp_tokens = swizzled ? Traits::tile_kv : Traits::tile_kv / Traits::warps_kv;
   // Steps of Q K^T: products of 16 terms, or 32 of fp8.
   static constexpr int key_steps = ceil_div(Traits::head_dim_qk, fp8_products ? 32 : 16);
-  static constexpr int key_unroll = row_tiles * key_steps <= 8   ? key_steps
-                                    : key_steps <= 8 || swizzled ? 4
-                                                                 : 8;  // unrolling more steps takes registers
+  static constexpr int key_unroll =
+      row_tiles * key_steps <= 8 ? key_steps : swizzled ? 4 : 8;  // unrolling more steps takes registers
 
   // More than 256 value columns do not fit in registers. Neighbouring warps share them if tiles are swizzled (whole
   // panels) or latent. Otherwise the unit runs once for each part, and the last part overlaps the one before.
