@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ..base.dtypes import DType
 from .ahead import E4M3, RAGGED, Ahead, more
+from .attention_sm80 import many_rows_cost
 from .kernel import (
     HALF,
     AttentionKernel,
@@ -17,16 +18,16 @@ from .kernel import (
     no_rope_over_fp8,
 )
 from .spec import KernelSpec
-from .tile import MERGE_ITEM_ROWS, Cost, Tile
+from .tile import Cost, Tile
 from .work import InnerLoop, Work
 
 FEWEST_ROWS = 65  # packed: decode kernels take fewer
 # Compute capabilities with mma.sync of fp8 factors in hardware: for 9.0 and 10.x ptxas widens the factors to fp16.
-_NATIVE = (89, 120, 121)
+NATIVE = (89, 120, 121)
 
 
 def _has_native_products(work: Work) -> str | None:
-    return None if work.card.sm in _NATIVE else "this card's mma.sync widens fp8 factors to fp16"
+    return None if work.card.sm in NATIVE else "this card's mma.sync widens fp8 factors to fp16"
 
 
 def _many_rows(work: Work) -> str | None:
@@ -73,7 +74,7 @@ def _tile(work: Work) -> Tile:
 def _cost(work: Work, tile: Tile) -> Cost:
     """Products take half of attention_sm80's time, and the exponentials between them all of it."""
     ns_per_token = work.card.compute_ns(work.columns / 256 * tile.tile_q / 128 * 32.0)
-    return Cost(True, ns_per_token, 6e3, 12e3, 128, MERGE_ITEM_ROWS)
+    return many_rows_cost(work, ns_per_token, 6e3, 12e3)
 
 
 def _traits(spec: KernelSpec) -> tuple[str, ...]:

@@ -27,11 +27,15 @@ _E4M3 = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
 CASES = [
     (
         "prefill_sm89",
-        prefill("fp8", "one stage, causal, a unit without tokens", (20, 2), (210, 0), head_dim=128, causal=True, **_E4M3),
+        prefill(
+            "fp8", "one stage, causal, a unit without tokens", (20, 2), (210, 0), head_dim=128, causal=True, **_E4M3
+        ),
     ),
     (
         "prefill_sm89",
-        prefill("fp8-narrow", "two m16 tiles a warp, two stages, sinks", (40,), (150,), sinks=True, page_size=1, **_E4M3),
+        prefill(
+            "fp8-narrow", "two m16 tiles a warp, two stages, sinks", (40,), (150,), sinks=True, page_size=1, **_E4M3
+        ),
     ),
     ("attention_sm80", prefill("bf16", "two stages, a window", (40,), (150,), window_left=70, causal=True)),
 ]

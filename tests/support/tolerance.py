@@ -15,7 +15,7 @@ Inputs are compared as stored, so they carry no error. These roundings remain.
   the spread of scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
 * Latent rows in fp8 with scales that are no powers of two are rounded to q's type, as keys and as values.
 
-Hopper can multiply fp8 queries with fp8 keys, and probabilities as fp8 with fp8 values (has_fp8_products). Then:
+Some cards multiply fp8 queries with fp8 keys, and probabilities as fp8 with fp8 values (has_fp8_products). Then:
 
 * u of the weights is e4m3's 2^-4; those below 2^-13 of the row's largest are subnormal, off by at most 2^-17 of it.
 * Tensor cores keep 13 bits below the largest of a sum's terms and cut off the rest. That is u = 2^-13 for a score's
@@ -33,6 +33,8 @@ import torch
 from cases.case import Case
 from reference import LOG2_E, State
 
+from flashpage.kernels import prefill_sm89
+from flashpage.kernels.devices import Device
 
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 FP32 = 2.0**-24
@@ -51,10 +53,13 @@ class Limits:
     lse: torch.Tensor  # [rows, num_q_heads], base-2 units
 
 
-def has_fp8_products(case: Case) -> bool:
-    """Whether prefill_sm90 multiplies in fp8 (kernels/prefill_sm90.py): boxes of e4m3, more rows than decode takes."""
+def has_fp8_products(case: Case, card: Device) -> bool:
+    """Whether a card multiplies in fp8: e4m3, more rows than decode takes; prefill_sm90 (kernels/prefill_sm90.py)
+    only what it loads by boxes."""
+    if not (card.has_wgmma or card.sm in prefill_sm89.NATIVE):
+        return False
     is_e4m3 = case.q_dtype == case.kv_type == "float8_e4m3fn"
-    is_whole = case.entry not in ("decode", "paged", "sink") or case.page_size % 8 == 0
+    is_whole = not card.has_wgmma or case.entry not in ("decode", "paged", "sink") or case.page_size % 8 == 0
     has_dims = all(dim % 32 == 0 and dim <= 256 for dim in (case.head_dim, case.value_dim))
     return is_e4m3 and is_whole and has_dims and _is_prefill(case) and not case.mask and case.position != "ROPE_LLAMA"
 
