@@ -39,8 +39,12 @@ def listed(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
 
 
 def sample(targets: Iterable[str]) -> list[Kernel]:
-    """One decode kernel for each CUDA target."""
-    return [(specs.attention_specs(target, default_only=True)[0], target) for target in map(Target.parse, targets)]
+    """The first spec of each attention kernel of each CUDA target."""
+    found: dict[tuple[str, Target], Kernel] = {}
+    for target in map(Target.parse, targets):
+        for spec in specs.attention_specs(target):
+            found.setdefault((spec.kernel, target), (spec, target))
+    return list(found.values())
 
 
 def from_manifest(path: Path, targets: Iterable[str] = ()) -> list[Kernel]:
@@ -94,7 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--check", action="store_true", help="keep nothing; fail on errors, spills and serialised wgmmas"
     )
     parser.add_argument("--every-target", action="store_true", help="CUDA: a target for each card of the table")
-    parser.add_argument("--sample", action="store_true", help="CUDA: one decode kernel for each target, not the list")
+    parser.add_argument(
+        "--sample", action="store_true", help="CUDA: a spec of each attention kernel for each target, not the list"
+    )
     parser.add_argument("--default-only", action="store_true", help="CUDA: only the default specs")
     parser.add_argument(
         "--manifest", type=Path, help="build the kernels of this file (flashpage.jit.write_manifest), not the list"
