@@ -80,6 +80,10 @@ _MANY = (
     ),
     _Row(Tile(128, 48, 4, 1, 2, 2), (47.0, 6e3, 20e3), "a transform", 128, rows=64, is_light=True, shared=_LARGEST),
     _Row(Tile(128, 48, 4, 1, 1, 2), (50.0, 6e3, 20e3), "A100, a transform", 128, rows=64, is_light=True, shared=LARGE),
+    _Row(Tile(128, 48, 4, 1, 1, 2), (52.0, 6e3, 20e3), "99 KiB", 96, rows=64, is_light=True),
+    _Row(
+        Tile(128, 32, 4, 1, 1, 2), (58.0, 6e3, 20e3), "99 KiB: as many rows as fit twice", 128, rows=64, is_light=True
+    ),
     _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "few rows, or registers taken", 128, shared=_LARGEST),
     _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "A100, fp8", 128, fp8=True, shared=LARGE),
     _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "A100, narrow rows", 64, rotates=False, shared=LARGE),

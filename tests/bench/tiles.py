@@ -41,7 +41,7 @@ def tiles_of(case: Case, card: devices.Device) -> dict[str, Tile | None]:
             "4 warps, one CTA": Tile(16, 64, 1, 4, 4, 1, **whole),
             "2 warps, one CTA": Tile(16, 32, 1, 2, 4, 1, **whole),
         }
-    few = {"own": None, "64 x 48, two stages": Tile(64, 48, 4, 1, 2, 2), "64 x 32": Tile(64, 32, 4, 1, 1, 2)}
+    few = {"own": None, "64 x 48": Tile(64, 48, 4, 1, 1, 2), "64 x 32": Tile(64, 32, 4, 1, 1, 2)}
     eight = {"128 x 48, 8 warps, two stages": Tile(128, 48, 8, 1, 2, 1)}
     return few | eight | {"128 x 48, two stages": Tile(128, 48, 4, 1, 2, 2), "128 x 48": Tile(128, 48, 4, 1, 1, 2)}
 

@@ -29,14 +29,20 @@ struct ManyRowsShared {
   alignas(128) u8 key[Traits::stages][S::CacheKeyRows::bytes(tokens)];
   alignas(128) u8 value[Traits::stages][S::ValueRows::bytes(tokens)];
   alignas(128) u8 rotated[S::rotate ? S::KeyRows::bytes(tokens) : 16];
-  // The addresses of the tokens' rows, for two tiles alternately.
-  alignas(16) const typename S::Cache* key_row[2][tokens];
-  alignas(16) const typename S::Cache* value_row[2][tokens];
-  // The rows of the tile in q and out, for two places alternately, so that a row's address is computed once and not by
-  // every lane that uses it.
-  alignas(16) i64 query_offset[Traits::tile_q];
-  alignas(16) i64 out_offset[2][Traits::tile_q];
-  float scale[2];  // score_scale_of each of the two places
+  // The addresses of the tokens' rows, for as many tiles as there are stages.
+  alignas(16) const typename S::Cache* key_row[Traits::stages][tokens];
+  alignas(16) const typename S::Cache* value_row[Traits::stages][tokens];
+  float scale[2];  // score_scale_of each of two places
+
+  // The offsets of a unit's rows in q, computed once and not by every lane that uses them. They lie among the values,
+  // whose copies begin after those of Q are issued; with two stages there is memory of their own.
+  static constexpr bool has_offsets =
+      Traits::stages == 2 || S::ValueRows::bytes(tokens) < Traits::tile_q * static_cast<int>(sizeof(i64));
+  alignas(16) i64 offsets[has_offsets ? Traits::tile_q : 1];
+  FP_DEVICE i64* query_offset() {
+    if constexpr (has_offsets) return offsets;
+    return reinterpret_cast<i64*>(value[0]);
+  }
 };
 
 template <class Traits>
@@ -44,8 +50,7 @@ struct ManyRows {
   using S = Shape<Traits>;
   using Cache = typename S::Cache;
   using Shared = ManyRowsShared<Traits>;
-  using Softmax =
-      typename select_type<S::fp8_products, Fp8Softmax<S::row_tiles>, SoftmaxState<S::row_tiles>>::type;
+  using Softmax = typename select_type<S::fp8_products, Fp8Softmax<S::row_tiles>, SoftmaxState<S::row_tiles>>::type;
   static constexpr int tokens = Traits::tile_kv;
   static constexpr int stages = Traits::stages;
   // With two stages the next tile's copies can be spread over this tile's products, if registers allow.
@@ -77,26 +82,29 @@ struct ManyRows {
     return exists ? KvRows<Traits::kv_source>(params, place.item).look_up(token) : 0;
   }
 
-  FP_DEVICE void note_rows(const Place& place, int tile, i32 found) {
-    if (thread() >= tokens) return;
+  FP_DEVICE void note_keys(const Place& place, int tile, i32 found) {
+    if (thread() < tokens) shared.key_row[tile % stages][thread()] = row_of(params.k, place, tile, found, 0);
+  }
+  FP_DEVICE void note_values(const Place& place, int tile, i32 found) {
+    const int column = S::first_value_column(place.pass);
+    if (thread() < tokens) shared.value_row[tile % stages][thread()] = row_of(params.v, place, tile, found, column);
+  }
+  FP_DEVICE const Cache* row_of(const KvView& view, const Place& place, int tile, i32 found, int column) const {
     const Unit& unit = place.unit;
-    KvRows<Traits::kv_source> rows(params, place.item);
     i32 token = min_of(unit.kv_begin + tile * tokens + thread(), max_of(unit.kv_end - 1, 0));
-    shared.key_row[tile % 2][thread()] = rows.template row<Cache>(params.k, found, token, unit.kv_head);
-    shared.value_row[tile % 2][thread()] =
-        rows.template row<Cache>(params.v, found, token, unit.kv_head, S::first_value_column(place.pass));
+    return KvRows<Traits::kv_source>(params, place.item).template row<Cache>(view, found, token, unit.kv_head, column);
   }
 
   // Issues one of `parts` equal parts of a tile's copies of keys; load_values does the same for values.
   template <int parts>
   FP_DEVICE void load_keys(const Unit& unit, int tile, int part) {
     using Copy = RowCopy<Cache, Traits::head_dim_qk, S::threads>;
-    load_part<Copy, parts>(shared.key[tile % stages], shared.key_row[tile % 2], unit, tile, part);
+    load_part<Copy, parts>(shared.key[tile % stages], shared.key_row[tile % stages], unit, tile, part);
   }
   template <int parts>
   FP_DEVICE void load_values(const Unit& unit, int tile, int part) {
     using Copy = RowCopy<Cache, S::value_columns, S::threads, S::value_copy_bytes>;
-    load_part<Copy, parts>(shared.value[tile % stages], shared.value_row[tile % 2], unit, tile, part);
+    load_part<Copy, parts>(shared.value[tile % stages], shared.value_row[tile % stages], unit, tile, part);
   }
   template <class Copy, int parts>
   FP_DEVICE void load_part(u8* destination, const Cache* const* row_of, const Unit& unit, int tile, int part) {
@@ -126,21 +134,22 @@ struct ManyRows {
     return ptx::shared_address(shared.key[tile % stages]);
   }
 
-  FP_DEVICE void begin(const Place& place) { begin(place, look_up(place, 0), look_up(place, 1)); }
-
   // Issues the copies of Q and of the first tile.
-  FP_DEVICE void begin(const Place& place, i32 found, i32 next) {
-    note_rows(place, 0, found);
-    note_rows(place, 1, next);
-    if (thread() == 0) shared.scale[place.parity] = score_scale_of<Traits>(params, place.unit);
-    if (thread() < Traits::tile_q) {
-      shared.query_offset[thread()] = query_offset(params, place.item, place.unit, thread());
-      shared.out_offset[place.parity][thread()] =
-          out_offset<Traits>(params, place.item, place.unit, thread()) + S::first_value_column(place.pass);
+  FP_DEVICE void begin(const Place& place) {
+    i32 found[stages];
+#pragma unroll
+    for (int tile = 0; tile < stages; ++tile) found[tile] = look_up(place, tile);
+#pragma unroll
+    for (int tile = 0; tile < stages; ++tile) {
+      note_keys(place, tile, found[tile]);
+      note_values(place, tile, found[tile]);
     }
+    if (thread() == 0) shared.scale[place.parity] = score_scale_of<Traits>(params, place.unit);
+    if (thread() < Traits::tile_q)
+      shared.query_offset()[thread()] = query_offset(params, place.item, place.unit, thread());
     __syncthreads();
     load_query<Traits>(ptx::shared_address(shared.query), params, place.unit, thread(),
-                       [&](u32 row) { return shared.query_offset[row]; });
+                       [&](u32 row) { return shared.query_offset()[row]; });
     copy_keys(place.unit, 0);
     if constexpr (stages == 2) copy_values(place.unit, 0);
   }
@@ -153,6 +162,7 @@ struct ManyRows {
     float values[S::row_tiles][S::value_tiles][4] = {};
     Softmax state;
     start(state, place.item, unit, warp_row);
+    i32 next = look_up(place, stages);  // the page number of the thread's token in the tile whose rows are noted next
     if constexpr (S::rotate) {
       ptx::cp_async_wait<stages - 1>();
       __syncthreads();
@@ -162,11 +172,11 @@ struct ManyRows {
       // Two straight bodies let the compiler overlap the products with softmax where there would be a branch; the
       // widest accumulators leave no registers for both.
       if constexpr (!two_bodies) {
-        step<Masking::where_needed>(place, tile, state, values);
+        step<Masking::where_needed>(place, tile, next, state, values);
       } else if (needs_mask<Traits>(unit, unit.kv_begin + tile * tokens, tokens)) {
-        step<Masking::on>(place, tile, state, values);
+        step<Masking::on>(place, tile, next, state, values);
       } else {
-        step<Masking::off>(place, tile, state, values);
+        step<Masking::off>(place, tile, next, state, values);
       }
     }
     ptx::cp_async_wait<0>();
@@ -184,7 +194,7 @@ struct ManyRows {
   // Computes one tile of keys and values and issues the copies of the next one.
   enum class Masking { off, on, where_needed };
   template <Masking masking>
-  FP_DEVICE void step(const Place& place, int tile, Softmax& state,
+  FP_DEVICE void step(const Place& place, int tile, i32& next, Softmax& state,
                       float (&values)[S::row_tiles][S::value_tiles][4]) {
     const Unit& unit = place.unit;
     int warp_row = thread() / 32 * S::rows_a_warp;
@@ -193,9 +203,11 @@ struct ManyRows {
     u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride, lane());
     ptx::cp_async_wait<stages - 1>();
     __syncthreads();  // this tile's keys have arrived, and what the last tile read is free
+    // Rows are noted where their table's last copies are issued and before the barrier ahead of the next ones.
     if constexpr (stages == 1) copy_values(unit, tile);
     if constexpr (stages == 2 && !spread) copy_keys(unit, tile + 1);
-    i32 next = look_up(place, tile + 2);
+    if constexpr (stages == 1) note_keys(place, tile + 1, next);
+    if constexpr (stages == 2) next = look_up(place, tile + 2);
     float scores[S::row_tiles][tokens / 8][4];
     multiply_keys<Traits>(
         scores, finished_keys(unit, tile), lane(),
@@ -214,7 +226,9 @@ struct ManyRows {
     __syncthreads();  // this tile's values have arrived, and its keys have been read
     if constexpr (stages == 1) copy_keys(unit, tile + 1);
     if constexpr (stages == 2 && !spread) copy_values(unit, tile + 1);
-    note_rows(place, tile + 2, next);
+    if constexpr (stages == 2) note_keys(place, tile + 2, next);
+    note_values(place, tile + stages, next);
+    if constexpr (stages == 1) next = look_up(place, tile + 2);
     multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % stages]), lane(), [&](int step) {
       if constexpr (spread) load_values<value_steps<Traits, tokens / 8>>(unit, tile + 1, step);
     });
@@ -237,8 +251,8 @@ struct ManyRows {
   }
 
   template <bool partial>
-  FP_DEVICE void write_rows(Softmax& state, float (&values)[S::row_tiles][S::value_tiles][4],
-                            const Place& place, int warp_row) {
+  FP_DEVICE void write_rows(Softmax& state, float (&values)[S::row_tiles][S::value_tiles][4], const Place& place,
+                            int warp_row) {
     const Unit& unit = place.unit;
     if constexpr (S::fp8_products) state.lower_maxima();
     float value_scale = value_scale_of(params, unit.kv_head);
@@ -250,7 +264,7 @@ struct ManyRows {
         float sum = quad_sum(state.sum[m][half]);
         if (row >= unit.num_rows) continue;
         float inverse = sum > 0.f ? value_scale / sum : 0.f;
-        i64 offset = shared.out_offset[place.parity][row];
+        i64 offset = out_offset<Traits>(params, place.item, unit, row) + S::first_value_column(place.pass);
         for_each_column_pair<Traits>(values[m], half, lane(), [&](int at, float first, float second) {
           store_pair<Traits>(params, partial, offset + at, first * inverse, second * inverse);
         });

@@ -30,7 +30,8 @@ struct Shape {
                                              (!rotate || rotate_in_half) && !loads_for_many;
   // Whether the tensor cores multiply fp8 factors: queries, keys, probabilities and values.
   static constexpr bool fp8_products = is_fp8<Query>;
-  static constexpr bool can_widen_query = !fp8_products && (swizzled || Traits::layout == RowsLayout::pieces) && query_in_registers;
+  static constexpr bool can_widen_query =
+      !fp8_products && (swizzled || Traits::layout == RowsLayout::pieces) && query_in_registers;
   using Product = typename select_type<(is_fp8<Key> && can_widen_query), Half, Query>::type;
   // The type of probabilities: fp16 over fp8 values (exact for both formats), otherwise the query's type.
   using Probability = typename select_type<(is_fp8<Cache> && !fp8_products), Half, Query>::type;
@@ -41,8 +42,9 @@ struct Shape {
   static constexpr int warp_tokens = swizzled ? Traits::tile_kv : Traits::tile_kv / Traits::warps_kv;
   // Steps of Q K^T: products of 16 terms, or 32 of fp8.
   static constexpr int key_steps = ceil_div(Traits::head_dim_qk, fp8_products ? 32 : 16);
-  static constexpr int key_unroll =
-      row_tiles * key_steps <= 8 ? key_steps : swizzled ? 4 : 8;  // unrolling more steps takes registers
+  static constexpr int key_unroll = row_tiles * key_steps <= 8 ? key_steps
+                                    : swizzled                 ? 4
+                                                               : 8;  // unrolling more steps takes registers
 
   // More than 256 value columns do not fit in registers. Neighbouring warps share them if tiles are swizzled (whole
   // panels) or latent. Otherwise the unit runs once for each part, and the last part overlaps the one before.

@@ -37,8 +37,7 @@ struct Probabilities {
 
 // The number of times that multiply_values calls between().
 template <class Traits, int token_tiles>
-inline constexpr int value_steps =
-    Shape<Traits>::fp8_products ? Shape<Traits>::ValueRows::chunks : token_tiles / 2;
+inline constexpr int value_steps = Shape<Traits>::fp8_products ? Shape<Traits>::ValueRows::chunks : token_tiles / 2;
 
 // `value`: shared address of the tile's first token. between(step) is other work that is spread over the products.
 template <class Traits, class Between, int token_tiles>
