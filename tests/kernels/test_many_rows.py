@@ -23,29 +23,26 @@ from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.work import Problem
 
 _E4M3 = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
-# Kernels by name; the card decides the tile.
+# Names of cards decide the tile.
 CASES = [
     (
-        "prefill_sm89",
-        prefill(
-            "fp8", "one stage, causal, a unit without tokens", (20, 2), (210, 0), head_dim=128, causal=True, **_E4M3
-        ),
+        *("RTX 4090", "prefill_sm89"),
+        prefill("fp8", "one stage, a unit without tokens", (20, 2), (210, 0), head_dim=128, causal=True, **_E4M3),
     ),
     (
-        "prefill_sm89",
-        prefill(
-            "fp8-narrow", "two m16 tiles a warp, two stages, sinks", (40,), (150,), sinks=True, page_size=1, **_E4M3
-        ),
+        *("RTX 4090", "prefill_sm89"),
+        prefill("fp8-narrow", "two m16 tiles a warp, two stages", (40,), (150,), sinks=True, page_size=1, **_E4M3),
     ),
-    ("attention_sm80", prefill("bf16", "two stages, a window", (40,), (150,), window_left=70, causal=True)),
+    ("RTX 4090", "attention_sm80", prefill("one-stage", "a window", (40,), (150,), window_left=70, causal=True)),
+    ("B200", "attention_sm80", prefill("two-stages", "bf16", (20,), (210,), head_dim=128, causal=True, page_size=3)),
 ]
 
 
-def spec_of(case: Case) -> KernelSpec:
+def spec_of(case: Case, card: str) -> KernelSpec:
     q, kv, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type, case.out_type))
     sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim, case.page_size)
     options = Options("paged", *sizes, q, kv, out, causal=case.causal)
-    return choose_for_card(Problem(options, 4096), devices.named("RTX 4090")).spec
+    return choose_for_card(Problem(options, 4096), devices.named(card)).spec
 
 
 def run(case: Case, inputs: Inputs, spec: KernelSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,9 +80,9 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec) -> tuple[torch.Tensor, tor
     return out, lse
 
 
-@pytest.mark.parametrize(("kernel", "case"), CASES, ids=str)
-def test_many_rows(kernel: str, case: Case) -> None:
-    inputs, spec = make_inputs(case), spec_of(case)
+@pytest.mark.parametrize(("card", "kernel", "case"), CASES, ids=str)
+def test_many_rows(card: str, kernel: str, case: Case) -> None:
+    inputs, spec = make_inputs(case), spec_of(case, card)
     assert spec.kernel == kernel and spec.tile is not None and spec.tile.warps_kv == 1
     out, lse = run(case, inputs, spec)
     begin = 0
