@@ -83,8 +83,8 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
 
 KERNEL = AttentionKernel(
     name="prefill_sm89",
-    header="flashpage/kernels/prefill_sm89/kernel.h",
-    cpp="PrefillSm89<Traits>",
+    header="flashpage/kernels/attention_sm80/kernel.h",
+    cpp="AttentionSm80<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
     accepts=_ACCEPTS,
     tile=_tile,

@@ -10,7 +10,7 @@ import torch
 
 import flashpage
 from flashpage.base.dtypes import DType
-from flashpage.kernels import ATTENTION, choose, cpu_attention, devices, schedules
+from flashpage.kernels import ATTENTION, choose, cpu_attention, devices, prefill_sm89, schedules
 from flashpage.kernels import tile as tiles
 from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.decode_sm90 import KERNEL as DECODE_SM90
@@ -48,7 +48,8 @@ def problem(packed_rows: int = 4, **changed: Any) -> Problem:
         (problem(), 80, "it needs bulk copies (compute capability 9.0 on), this card has 8.0"),
         (problem(), 100, ""),
         (problem(), 120, ""),
-        (problem(head_dim_qk=256, head_dim_vo=256), 120, ""),
+        (problem(head_dim_qk=192, head_dim_vo=192), 120, ""),
+        (problem(head_dim_qk=256, head_dim_vo=256), 120, f"it has no head dims of 256 and 256 {SMALL}"),
         (problem(position_encoding="ROPE_LLAMA"), 120, f"it has no in-kernel RoPE {SMALL}"),
         (problem(kv_dtype=DType.FLOAT8_E4M3), 120, f"it has no kv_data_type float8_e4m3fn {SMALL}"),
         (problem(head_dim_qk=256, head_dim_vo=64), 120, f"it has no head dims of 256 and 64 {SMALL}"),
@@ -141,14 +142,15 @@ def test_a_kernel_has_a_tile_for_all_that_it_accepts(kernel: AttentionKernel, ca
     dims_of = {"paged": ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)), "latent": ((576, 512), (320, 256))}
     for rows in (1 << i for i in range(11)):
         for source, (qk, vo) in ((source, dims) for source, found in dims_of.items() for dims in found):
-            for kv_dtype in (BF16, DType.FLOAT8_E4M3):
+            for q_dtype, kv_dtype in ((BF16, BF16), (BF16, DType.FLOAT8_E4M3), (DType.FLOAT8_E4M3,) * 2):
                 sizes = {"head_dim_qk": qk, "head_dim_vo": vo, "page_size": 16, "kv_source": source}
-                work = Work(problem(rows, **sizes, kv_dtype=kv_dtype), card)
+                work = Work(problem(rows, **sizes, q_dtype=q_dtype, kv_dtype=kv_dtype), card)
                 if not kernel.refusals(work):
                     accepted += 1
                     tile = kernel.tile(work)
                     assert tile.tile_q % 16 == 0 and tile.tile_kv % 16 == 0 and kernel.cost(work, tile).ns_per_token > 0
-    assert bool(accepted) == (not kernel.archs or card.sm in kernel.archs)
+    takes_part = prefill_sm89.NATIVE if kernel is prefill_sm89.KERNEL else kernel.archs
+    assert bool(accepted) == (not takes_part or card.sm in takes_part)
 
 
 @pytest.mark.parametrize(("page_size", "tokens"), [(16, 16), (1, 32)])

@@ -1,6 +1,9 @@
 // Attention of many packed rows (prefill, append) on mma.sync: each warp has rows of its own, and all warps share the K
 // and V tiles.
 //
+// If queries are e4m3 (flashpage/kernels/prefill_sm89.py), all factors of both products are: the tensor cores of sm_89
+// and sm_12x multiply them, while for sm_90 and sm_10x ptxas widens the factors to fp16.
+//
 // K and V of one tile are two cp.async groups. With two stages, the next keys are copied while a tile's scores are
 // multiplied, and the next values while its values are multiplied. With one stage, if two leave no room for a wide
 // tile, the score product hides the copies of the tile's own values, and the value product those of the next keys. The
@@ -57,6 +60,7 @@ struct ManyRows {
   static constexpr bool spread = stages == 2 && S::value_columns <= 64;
   static constexpr bool two_bodies = S::row_tiles * (S::value_tiles + tokens / 8) * 4 <= 160;
   static_assert(Traits::warps_kv == 1 && (stages == 1 || stages == 2));
+  static_assert(!S::fp8_products || (tokens % 32 == 0 && Traits::head_dim_qk % 32 == 0 && S::value_columns % 32 == 0));
   static_assert(tokens <= S::threads && Traits::tile_q <= S::threads);
 
   Shared& shared;
