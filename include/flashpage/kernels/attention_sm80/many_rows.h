@@ -37,18 +37,14 @@ struct ManyRowsShared {
   alignas(16) const typename S::Cache* value_row[Traits::stages][tokens];
   float scale[2];  // score_scale_of each of two places
 
-  // Eight rows of output of each warp. They lie in the values' last stage, which no copy writes meanwhile.
-  using OutRows = SharedRows<typename Traits::Out, S::value_columns>;
-  static constexpr int out_bytes = Traits::warps_q * OutRows::bytes(8), value_bytes = S::ValueRows::bytes(tokens);
-  // The offsets of a unit's rows in q, computed once and not by every lane that uses them. They lie after the rows of
-  // output, if there is room, or instead of them; with two stages they have memory of their own.
-  static constexpr int offset_bytes = Traits::tile_q * static_cast<int>(sizeof(i64));
-  static constexpr bool has_offsets = Traits::stages == 2 || value_bytes < offset_bytes;
-  static constexpr bool has_out_rows = value_bytes >= out_bytes + (has_offsets ? 0 : offset_bytes);
+  // The offsets of a unit's rows in q, computed once and not by every lane that uses them. They lie among the values,
+  // whose copies begin after those of Q are issued; with two stages there is memory of their own.
+  static constexpr bool has_offsets =
+      Traits::stages == 2 || S::ValueRows::bytes(tokens) < Traits::tile_q * static_cast<int>(sizeof(i64));
   alignas(16) i64 offsets[has_offsets ? Traits::tile_q : 1];
   FP_DEVICE i64* query_offset() {
     if constexpr (has_offsets) return offsets;
-    return reinterpret_cast<i64*>(value[0] + value_bytes - offset_bytes);
+    return reinterpret_cast<i64*>(value[0]);
   }
 };
 
@@ -268,45 +264,18 @@ struct ManyRows {
     for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int first_row = warp_row + m * 16 + half * 8, row = first_row + lane() / 4;
+        int row = warp_row + m * 16 + half * 8 + lane() / 4;
         float sum = quad_sum(state.sum[m][half]);
+        if (row >= unit.num_rows) continue;
         float inverse = sum > 0.f ? value_scale / sum : 0.f;
         i64 offset = out_offset<Traits>(params, place.item, unit, row) + S::first_value_column(place.pass);
-        if constexpr (!partial && Shared::has_out_rows) {
-          write_eight_rows(values[m], half, inverse, offset, unit.num_rows - first_row);
-        } else if (row < unit.num_rows) {
-          for_each_column_pair<Traits>(values[m], half, lane(), [&](int at, float first, float second) {
-            store_pair<Traits>(params, partial, offset + at, first * inverse, second * inverse);
-          });
-        }
-        if (row < unit.num_rows && lane() % 4 == 0) {
+        for_each_column_pair<Traits>(values[m], half, lane(), [&](int at, float first, float second) {
+          store_pair<Traits>(params, partial, offset + at, first * inverse, second * inverse);
+        });
+        if (lane() % 4 == 0) {
           if (float* lse = lse_target(params, place.item, unit, row)) *lse = row_lse(state.maximum[m][half], sum);
         }
       }
-  }
-
-  // Writes the rows of one half of an m16 tile, of which `count` exist, through shared memory: whole lines in place of
-  // four bytes a lane. `offset`: of the lane's row.
-  FP_DEVICE void write_eight_rows(const float (&row_tile)[S::value_tiles][4], int half, float inverse, i64 offset,
-                                  int count) {
-    using Out = typename Traits::Out;
-    using Rows = typename Shared::OutRows;
-    u8* const rows = shared.value[stages - 1] + thread() / 32 * 8 * Rows::stride;
-    for_each_column_pair<Traits>(row_tile, half, lane(), [&](int at, float first, float second) {
-      u8* const to = rows + Rows::byte_offset(lane() / 4, at * static_cast<int>(sizeof(Out)));
-      *reinterpret_cast<u32*>(to) = ptx::pack2<Out>(first * inverse, second * inverse);
-    });
-    __syncwarp();
-    constexpr int chunks = S::value_columns * static_cast<int>(sizeof(Out)) / 16;
-#pragma unroll
-    for (int i = 0; i < ceil_div(8 * chunks, 32); ++i) {
-      const int row = (i * 32 + lane()) / chunks, chunk = (i * 32 + lane()) % chunks;
-      const i64 to = static_cast<i64>(__shfl_sync(0xffffffff, static_cast<u64>(offset), row % 8 * 4));
-      if (row >= min_of(count, 8)) continue;
-      reinterpret_cast<uint4*>(static_cast<Out*>(params.out) + to)[chunk] =
-          *reinterpret_cast<const uint4*>(rows + Rows::chunk_offset(row, chunk));
-    }
-    __syncwarp();
   }
 };
 
