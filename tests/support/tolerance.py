@@ -64,10 +64,11 @@ def has_fp8_products(case: Case, card: Device) -> bool:
     return is_e4m3 and is_whole and has_dims and _is_prefill(case) and not case.mask and case.position != "ROPE_LLAMA"
 
 
-def approximates_tanh(case: Case) -> bool:
+def approximates_tanh(case: Case, card: Device) -> bool:
     """Whether prefill_sm90 computes a soft cap with tanh.approx: its weights are not fp16."""
     is_bf16 = case.q_dtype == case.kv_type == "bfloat16"
-    return bool(case.soft_cap) and _is_prefill(case) and (is_bf16 or has_fp8_products(case))
+    takes_it = bool(case.soft_cap) and card.has_wgmma and _is_prefill(case)
+    return takes_it and (is_bf16 or has_fp8_products(case, card))
 
 
 def _is_prefill(case: Case) -> bool:
