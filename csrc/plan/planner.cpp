@@ -7,7 +7,6 @@
 
 #include "errors.h"
 #include "flashpage/plan/bounds.h"
-#include "flashpage/plan/even_cuts.h"
 #include "flashpage/plan/mask_cells.h"
 #include "flashpage/plan/own_ctas.h"
 #include "flashpage/plan/whole_units.h"
@@ -92,8 +91,6 @@ struct Scratch {
   std::vector<plan::Request> requests;
   std::vector<plan::Lane> lanes;
   std::vector<plan::Cut> ends;
-  std::vector<double> ends_at;
-  std::vector<uint32_t> edges;
   std::vector<plan::Segment> segments;
   std::vector<double> early_loads;
   std::vector<plan::Totals> before;
@@ -138,20 +135,10 @@ struct Waves {
 
   Waves(const Batch& batch, const plan::Axis& axis)
       : division(batch.divide(axis)), segments(at_least(batch.scratch.segments, axis.waves * batch.schedule.num_ctas)) {
-    const int32_t num_ctas = batch.schedule.num_ctas;
-    plan::Cut* const ends = at_least(batch.scratch.ends, 2 * num_ctas);
-    if (plan::has_even_cuts(batch.schedule)) {
-      double* const at = at_least(batch.scratch.ends_at, 2 * num_ctas);
-      uint32_t* const edges = at_least(batch.scratch.edges, plan::words_of_lanes(num_ctas));
-      double loads[2 * plan::EvenCuts::parts];
-      const plan::EvenCuts cuts(batch.model, batch.rules, batch.schedule.ns_per_merge, division);
-      partition = cuts.run(plan::OneThread{}, {{ends, at}, {ends + num_ctas, at + num_ctas}, edges, loads});
-      cuts.count(partition);
-      return;
-    }
     const plan::Partitioner partitioner(batch.model, batch.rules, division, plan::OneSearcher{});
-    last_wave = partitioner.early_waves(segments, at_least(batch.scratch.early_loads, num_ctas));
-    partition = partitioner.last_wave(last_wave, ends, ends + num_ctas);
+    last_wave = partitioner.early_waves(segments, at_least(batch.scratch.early_loads, batch.schedule.num_ctas));
+    plan::Cut* const ends = at_least(batch.scratch.ends, 2 * batch.schedule.num_ctas);
+    partition = partitioner.last_wave(last_wave, ends, ends + batch.schedule.num_ctas);
   }
 
   plan::Assignment assignment(int32_t num_ctas) const {

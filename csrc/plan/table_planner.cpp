@@ -30,7 +30,6 @@ struct CountedVote {
 // wrong.
 struct SequentialThreads {
   using Vote = CountedVote;
-  static constexpr i32 count = plan::num_threads;
   static constexpr i32 searching = 1;
 
   template <class Body>

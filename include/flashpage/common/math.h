@@ -57,22 +57,6 @@ FP_HOST_DEVICE double square_root(double x) {
 #endif
 }
 
-// The places of the lowest and of the highest bit that is set; bits is not 0.
-FP_HOST_DEVICE i32 lowest_bit(u32 bits) {
-#if defined(__CUDA_ARCH__)
-  return __ffs(static_cast<int>(bits)) - 1;
-#else
-  return __builtin_ctz(bits);
-#endif
-}
-FP_HOST_DEVICE i32 highest_bit(u32 bits) {
-#if defined(__CUDA_ARCH__)
-  return 31 - __clz(static_cast<int>(bits));
-#else
-  return 31 - __builtin_clz(bits);
-#endif
-}
-
 FP_HOST_DEVICE constexpr i32 count_ones(u32 bits) {
   bits -= bits >> 1 & 0x55555555;
   bits = (bits & 0x33333333) + (bits >> 2 & 0x33333333);

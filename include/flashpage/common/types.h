@@ -5,14 +5,10 @@
 #if defined(__CUDACC__)
 #define FP_HOST_DEVICE __host__ __device__ __forceinline__
 #define FP_HOT __host__ __device__ __forceinline__
-#define FP_ONCE __host__ __device__ __noinline__  // one copy of the code: loading another takes longer than a call
 #define FP_DEVICE __device__ __forceinline__
-#define FP_ROLLED _Pragma("unroll 1")  // a loop whose body stays single, for the same reason
 #else
 #define FP_HOST_DEVICE inline
 #define FP_HOT [[gnu::always_inline]] inline  // FP_HOST_DEVICE leaves inlining to the host compiler
-#define FP_ONCE inline
-#define FP_ROLLED
 #define FP_DEVICE inline
 #endif
 

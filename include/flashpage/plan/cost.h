@@ -108,7 +108,7 @@ class ClampedSum {
 class TileCosts {
  public:
   TileCosts() = default;
-  FP_ONCE TileCosts(const CostModel& model, const Request& request)
+  FP_HOST_DEVICE TileCosts(const CostModel& model, const Request& request)
       : tiles_(request.tiles), ns_per_unit_(model.ns_per_unit), ns_per_token_(model.many_rows.ns) {
     // Tokens are counted from the first one that any row sees.
     const Visibility& visibility = model.visibility;
@@ -121,7 +121,7 @@ class TileCosts {
     prepare_guess(model);
   }
 
-  FP_ONCE double prefix(double r) const {
+  FP_HOST_DEVICE double prefix(double r) const {
     return product(ns_per_unit_, r) + product(ns_per_token_, end_(r) - begin_(r));
   }
 
@@ -132,7 +132,7 @@ class TileCosts {
   };
 
   // The last tile, `from` or later, whose prefix is at most `cost`.
-  FP_ONCE Found tile_at(double cost, i32 from) const {
+  FP_HOST_DEVICE Found tile_at(double cost, i32 from) const {
     i32 low = max_of(from, min_of(tiles_ - 1, guess(cost)));
     double begin = prefix(low);
     for (i32 step = 1; begin > cost && low > from; step *= 2) begin = prefix(low = max_of(from, low - step));

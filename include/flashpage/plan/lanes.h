@@ -39,8 +39,7 @@ struct Lane {
   i32 first_segment;
   i32 num_segments;        // consecutive
   double weight;           // its share of the axis relative to a full lane: 1 / heads
-  double weight_left;      // sum of the weights of this lane and all later ones
-  double per_weight_left;  // 1 / weight_left
+  double per_weight_left;  // 1 / (sum of the weights of this lane and all later ones)
 };
 
 // How requests lie on the axis. The context that a wave reads should fit the L2, because every row tile reads its whole
@@ -86,6 +85,7 @@ struct Lanes {
   i32 num_small;  // these come first
   i32 ctas;       // in a full lane
   i32 waves;      // segments of each lane
+  i32 fewest_heads;
   double weight;  // sum over all lanes
 
   FP_HOST_DEVICE i32 num_full() const { return count - num_small; }
@@ -99,18 +99,18 @@ struct Lanes {
     made.num_small = write_small(num_full * made.ctas, schedule.num_ctas, num_kv_heads, axis.waves, lanes);
     made.count = made.num_small + num_full;
     made.weight = num_full;
+    made.fewest_heads = num_full > 0 ? 1 : 0x7fffffff;
     for (i32 l = made.num_small - 1; l >= 0; --l) {
       made.weight += lanes[l].weight;
-      lanes[l].weight_left = made.weight;
       lanes[l].per_weight_left = 1.0 / made.weight;
+      made.fewest_heads = min_of(made.fewest_heads, lanes[l].heads);
     }
     return made;
   }
 
   // Writes the i-th full lane.
   FP_HOST_DEVICE void write_full(i32 i, Lane* lanes) const {
-    const double left = num_full() - i;
-    lanes[num_small + i] = {i * ctas, ctas, 1, 1, (num_small + i) * waves, waves, 1.0, left, 1.0 / left};
+    lanes[num_small + i] = {i * ctas, ctas, 1, 1, (num_small + i) * waves, waves, 1.0, 1.0 / (num_full() - i)};
   }
 
  private:
@@ -121,7 +121,7 @@ struct Lanes {
       i32 ctas = num_ctas - cta;
       while (num_kv_heads % ctas != 0) --ctas;
       const i32 heads = num_kv_heads / ctas;
-      lanes[count] = {cta, ctas, 1, heads, 0, waves, 1.0 / heads, 0.0, 0.0};
+      lanes[count] = {cta, ctas, 1, heads, 0, waves, 1.0 / heads, 0.0};
       cta += ctas;
     }
     for (i32 i = 0; i < count / 2; ++i) {

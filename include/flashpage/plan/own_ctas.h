@@ -95,7 +95,7 @@ class OwnCtas {
         Cut end = at;
         if (piece + 1 < pieces.count) end = {index, 0, tile, pieces.end(piece)};
         if (piece + 1 == pieces.count) end = next_unit(at, request.tiles, 1);
-        memory.lanes[count] = {first_cta + piece, num_kv_heads_, size, 1, count, 1, 1.0, 0.0, 0.0};
+        memory.lanes[count] = {first_cta + piece, num_kv_heads_, size, 1, count, 1, 1.0, 0.0};
         memory.segments[count] = {at, end};
         at = end;
       }
@@ -103,9 +103,10 @@ class OwnCtas {
       head_ns += model_.ns_per_unit + model_.price(request).ns * pieces.range.size();
       head_ns += (pieces.count - 1) * static_cast<double>(schedule_.ns_per_piece);
     });
-    memory.lanes[count] = {first_cta, schedule_.num_ctas - first_cta, 1, 1, count, 1, 1.0, 0.0, 0.0};
+    memory.lanes[count] = {first_cta, schedule_.num_ctas - first_cta, 1, 1, count, 1, 1.0, 0.0};
     memory.segments[count++] = {};
-    const Lanes lanes{.count = count, .num_small = 0, .ctas = num_kv_heads_, .waves = 1, .weight = 1.0};
+    const Lanes lanes{
+        .count = count, .num_small = 0, .ctas = num_kv_heads_, .waves = 1, .fewest_heads = 1, .weight = 1.0};
     const Division division{requests_, batch_, {1, 1}, tiles, memory.lanes.data(), lanes};
     return {division, memory.segments.data(), size, most_ns, head_ns * num_kv_heads_};
   }

@@ -1,5 +1,5 @@
 // Division in waves: each lane's segment of the axis ends at a unit's edge if one is near enough, otherwise inside a
-// unit. All lanes are full ones, because heads that do not divide the CTAs evenly lie on the axis.
+// unit.
 #pragma once
 #include "flashpage/plan/cost.h"
 #include "flashpage/plan/lanes.h"
@@ -26,13 +26,6 @@ struct CutRules {
         min_piece(schedule.fixed() ? 1 : max_of(schedule.min_piece_tokens, 1)),
         max_pieces(make_fast_div(schedule.fixed() || schedule.max_pieces == 0 ? 1 : schedule.max_pieces + 1)),
         ns_per_piece(schedule.fixed() ? 0.0 : schedule.ns_per_piece) {}
-
-  // The shortest piece of a unit that sees `size` tokens.
-  FP_HOST_DEVICE i32 shortest(i32 size) const {
-    if (max_pieces.divisor == 1) return min_piece;
-    return max_of(min_piece, static_cast<i32>(max_pieces.div(size)) + 1);
-  }
-  FP_HOST_DEVICE i32 down_to_step(u32 token) const { return static_cast<i32>(step.div(token) * step.divisor); }
 
   bool cuttable;
   FastDiv step;        // tokens
@@ -68,8 +61,8 @@ struct OneSearcher {
 };
 
 // Guarantee: the costliest CTA ends at most 3% above the mean, or above it by at most the cost of a piece and of one
-// range that cannot be divided (less than two shortest pieces and a step). Below that, evening out costs more than it
-// gains.
+// range that cannot be divided (less than two shortest pieces and a step, times the KV heads of a CTA in small lanes).
+// Below that, evening out costs more than it gains.
 template <class Searcher>
 class Partitioner {
  public:
@@ -194,6 +187,7 @@ class Partitioner {
     double at = 0.0;  // ns of starting inside a unit
     double overhead;  // ns that fit after `at`
     double room;      // what fits beyond `at`
+    double weight;    // Lane::weight
     bool may_stay_empty;
   };
 
@@ -235,21 +229,23 @@ class Partitioner {
     Place place;
     Fill fill{0.0, infinite};
     for (i32 l = 0; l < num_lanes; ++l) {
+      const Lane& mine = lane_[l];
       const double left = total_ - lane.at, done = start.loads != nullptr ? start.loads[l] : 0.0;
       lane.overhead = lane.begin.inside() ? rules_.ns_per_piece : 0.0;
       const double expected = left + done_by_rest + lane.overhead + product(loss, num_lanes - 1 - l);
-      const double needed = product(expected, lane_[l].per_weight_left);
+      const double needed = product(expected, mine.per_weight_left);
       const double raised = max_of(level, needed);
-      lane.room = raised - done - lane.overhead;
-      lane.may_stay_empty = done > 0.0;
+      lane.room = product(raised - done, mine.weight) - lane.overhead;
+      lane.weight = mine.weight;
+      lane.may_stay_empty = mine.heads > lanes_.fewest_heads || done > 0.0;
       Choice choice{{batch_, 0, 0, -1}, left};
       if (l + 1 < num_lanes && lane.room < left && left > 0.0) {
         double next_cost;
         choice = end_of(lane, place, next_cost);
-        fill.next_level = min_of(fill.next_level, done + next_cost + lane.overhead);
+        fill.next_level = min_of(fill.next_level, done + product(next_cost + lane.overhead, mine.heads));
       }
-      const double load = done + (choice.cost > 0.0 ? choice.cost + lane.overhead : 0.0);
-      fill.excess += l + 1 < num_lanes ? raised - level : load - level;
+      const double load = done + (choice.cost > 0.0 ? product(choice.cost + lane.overhead, mine.heads) : 0.0);
+      fill.excess += product(l + 1 < num_lanes ? raised - level : load - level, mine.weight);
       partition.max = max_of(partition.max, load);
       partition.inside += choice.cut.inside();
       if (searcher_.writes()) partition.ends[l] = choice.cut;
@@ -301,7 +297,7 @@ class Partitioner {
     const bool has_before = before.cost > 0.0 && !before.cut.same_unit(lane.begin);
     const TokenPrice& price = model_.price(requests_[before.cut.request]);
     // No CTA that gets a piece can cost less than the cheapest piece, so this one may take as much.
-    const double floor = cheapest_piece(price) - lane.overhead;
+    const double floor = product(cheapest_piece(price), lane.weight) - lane.overhead;
     const Choice inside = cut_inside(lane, before, price, floor);
 
     const double step = product(rules_.step.divisor, price.ns);
@@ -335,23 +331,30 @@ class Partitioner {
     const TokenRange range = model_.visible(requests_[unit.cut.request], unit.cut.tile);
     const bool resumed = lane.begin.inside() && lane.begin.same_unit(unit.cut);
     const i32 piece_begin = resumed ? lane.begin.token : range.begin, left = range.end - piece_begin;
-    const i32 shortest = rules_.shortest(range.size());
+    i32 shortest = rules_.min_piece;
+    if (rules_.max_pieces.divisor > 1) {
+      shortest = max_of(shortest, static_cast<i32>(rules_.max_pieces.div(range.size())) + 1);
+    }
     if (left / 2 < shortest) return none;
-    const i32 first = rules_.down_to_step(piece_begin + shortest + rules_.step.divisor - 1),
-              last = rules_.down_to_step(range.end - shortest);
+    const i32 first = down_to_step(piece_begin + shortest + rules_.step.divisor - 1),
+              last = down_to_step(range.end - shortest);
     if (first > last) return none;
 
     const double token_0 = unit.cost + model_.ns_per_unit - product(range.begin, price.ns);  // after lane.at
     const double goal = max_of(lane.room, floor);
     const double wanted = (goal - token_0) * price.per_ns;
-    i32 token = rules_.down_to_step(static_cast<i32>(min_of<double>(max_of(wanted, 0.0), last)));
+    i32 token = down_to_step(static_cast<i32>(min_of<double>(max_of(wanted, 0.0), last)));
     if (token < first) {
       // Only shortest pieces fit: make them equal, so that the last one is not nearly twice as long.
-      token = rules_.down_to_step(piece_begin + left / (left / shortest) + rules_.step.divisor / 2);
+      token = down_to_step(piece_begin + left / (left / shortest) + rules_.step.divisor / 2);
     }
     token = max_of(first, min_of(last, token));
     none.cut.token = token;
     return {none.cut, token_0 + product(token, price.ns)};
+  }
+
+  FP_HOST_DEVICE i32 down_to_step(u32 token) const {
+    return static_cast<i32>(rules_.step.div(token) * rules_.step.divisor);
   }
 
   FP_HOST_DEVICE double cheapest_piece(const TokenPrice& price) const {

@@ -1,7 +1,8 @@
 // Planning on the card: sequence lengths and block tables are in a card's memory, and the host knows none of them. The
 // plan has the same bytes as that of fp_plan for the same lengths; pages are read from the block tables in place.
 #pragma once
-#include "flashpage/plan/even_cuts.h"
+#include "flashpage/plan/partition.h"
+#include "flashpage/plan/threads.h"
 #include "flashpage/plan/writer.h"
 
 namespace flashpage::plan {
@@ -102,9 +103,6 @@ struct Workspace {
   Totals* before;       // [num_ctas + 1]
   Lane* lanes;          // [num_ctas]
   Cut* ends;            // [2 * num_ctas]
-  double* ends_at;      // [2 * num_ctas], of even cuts
-  u32* edges;           // [words_of_lanes(num_ctas)]
-  double* loads;        // [2 * EvenCuts::parts]
   Segment* segments;    // [lanes.count][waves]
   double* early_loads;  // [lanes.count]
   Request* requests;    // [batch + 1]
@@ -117,17 +115,9 @@ struct Workspace {
     before = take<Totals>(memory, num_ctas + 1);
     lanes = take<Lane>(memory, num_ctas);
     ends = take<Cut>(memory, 2 * num_ctas);
-    const bool has_even = has_even_cuts(schedule);
-    ends_at = take<double>(memory, has_even ? 2 * num_ctas : 0);
-    edges = take<u32>(memory, has_even ? words_of_lanes(num_ctas) : 0);
-    loads = take<double>(memory, has_even ? 2 * EvenCuts::parts : 0);
     segments = take<Segment>(memory, waves * num_ctas);
     early_loads = take<double>(memory, waves > 1 ? num_ctas : 0);
     requests = take<Request>(memory, batch + 1);
-  }
-
-  FP_HOST_DEVICE EvenCuts::Memory even_cuts(i32 num_ctas) const {
-    return {{ends, ends_at}, {ends + num_ctas, ends_at + num_ctas}, edges, loads};
   }
 
  private:
@@ -150,7 +140,10 @@ class TablePlanner {
   FP_HOST_DEVICE void run() {
     read_lengths();
     lay_out();
-    count_lanes(has_even_cuts(given_.schedule) ? even_cuts() : lanes_one_by_one());
+    threads_.phase([&](i32 thread) {
+      if (thread < Threads::searching) partition({{thread}});
+    });
+    count_lanes();
     write();
   }
 
@@ -236,18 +229,6 @@ class TablePlanner {
     });
   }
 
-  FP_HOST_DEVICE Partition even_cuts() {
-    const EvenCuts cuts(given_.model, given_.rules, given_.schedule.ns_per_merge, division());
-    return cuts.run(threads_, work_.even_cuts(given_.schedule.num_ctas));
-  }
-
-  FP_HOST_DEVICE Partition lanes_one_by_one() {
-    threads_.phase([&](i32 thread) {
-      if (thread < Threads::searching) partition({{thread}});
-    });
-    return work_.state->partition;
-  }
-
   FP_HOST_DEVICE void partition(const WarpSearcher<typename Threads::Vote>& searcher) {
     const i32 num_ctas = given_.schedule.num_ctas;
     const Partitioner partitioner(given_.model, given_.rules, division(), searcher);
@@ -256,10 +237,10 @@ class TablePlanner {
     if (searcher.writes()) work_.state->partition = found;
   }
 
-  FP_HOST_DEVICE void count_lanes(const Partition& partition) {
+  FP_HOST_DEVICE void count_lanes() {
     const i32 count = work_.state->lanes.count, waves = work_.state->axis.waves;
     each(threads_, count, [&](i32 lane) {
-      work_.segments[lane * waves + waves - 1] = partition.segment(lane);
+      work_.segments[lane * waves + waves - 1] = work_.state->partition.segment(lane);
       const Assignment assigned = assignment();
       const PlanMemory plan = memory();
       Totals own{};
@@ -281,20 +262,19 @@ class TablePlanner {
     const Writer writer(given_.model, given_.schedule, assigned, plan);
     threads_.phase([&](i32 thread) {
       if (!given_.schedule.fixed()) {
-        by_groups(thread, count, [&](i32 lane, i32 first, i32 step) {
+        by_warps(thread, count, [&](i32 lane, i32 first, i32 step) {
           Totals before = work_.before[lane];
           writer.template add_lane<Items::whole_requests>(lane, before, first, step);
         });
       }
-      for (i32 lane = num_threads - 1 - thread; lane < count;
-           lane += num_threads) {  // the last groups have least to do
+      for (i32 lane = thread; lane < count; lane += num_threads) {
         Totals before = work_.before[lane];
         writer.template add_lane<Items::others>(lane, before);
       }
     });
     threads_.phase([&](i32 thread) {
-      by_groups(thread, count, [&](i32 lane, i32 first, i32 step) { writer.write_starts(lane, first, step); });
-      by_groups(thread, num_units, [&](i32 unit, i32 first, i32 step) { writer.write_merges(unit, first, step); });
+      by_warps(thread, count, [&](i32 lane, i32 first, i32 step) { writer.write_starts(lane, first, step); });
+      by_warps(thread, num_units, [&](i32 unit, i32 first, i32 step) { writer.write_merges(unit, first, step); });
       if (thread == num_threads - 1) *static_cast<PlanHeader*>(given_.plan) = writer.header();
     });
   }

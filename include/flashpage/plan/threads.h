@@ -11,14 +11,10 @@ inline constexpr i32 num_threads = 256;  // threads of the kernel that plans on 
 
 inline constexpr i32 warp = 32;
 
-// Calls body(i, member, 8) for every i < count and member < 8: eight threads share the work for one i, as a lane has
-// few requests and few CTAs.
-inline constexpr i32 group_threads = 8;
+// Calls body(i, lane, 32) for every i < count and lane < 32: the threads of a warp share the work for one i.
 template <class Body>
-FP_HOST_DEVICE void by_groups(i32 thread, i32 count, Body&& body) {
-  constexpr i32 groups = num_threads / group_threads;
-  FP_ROLLED
-  for (i32 i = thread / group_threads; i < count; i += groups) body(i, thread % group_threads, group_threads);
+FP_HOST_DEVICE void by_warps(i32 thread, i32 count, Body&& body) {
+  for (i32 i = thread / warp; i < count; i += num_threads / warp) body(i, thread % warp, warp);
 }
 
 // A Partitioner's searcher that looks at 32 requests at a time. Vote::count(holds) returns, to every thread of the
@@ -50,22 +46,11 @@ struct WarpSearcher {
   }
 };
 
-// Threads of a host that plans with one.
-struct OneThread {
-  static constexpr i32 count = 1;
-
-  template <class Body>
-  FP_HOST_DEVICE void phase(Body&& body) const {
-    body(0);
-  }
-};
-
 // Calls body(i) for every i < count; ends with a barrier.
 template <class Threads, class Body>
-FP_HOST_DEVICE void each(const Threads& threads, i32 count, Body&& body) {
+FP_HOST_DEVICE void each(Threads& threads, i32 count, Body&& body) {
   threads.phase([&](i32 thread) {
-    FP_ROLLED
-    for (i32 i = thread; i < count; i += Threads::count) body(i);
+    for (i32 i = thread; i < count; i += num_threads) body(i);
   });
 }
 
@@ -73,38 +58,30 @@ FP_HOST_DEVICE void each(const Threads& threads, i32 count, Body&& body) {
 // associative; the order of the terms is kept. `sums`: [2 * num_threads].
 template <class Threads, class T, class Load, class Store>
 FP_HOST_DEVICE const T* exclusive_scan(Threads& threads, i32 count, T* sums, Load&& load, Store&& store) {
-  constexpr i32 few = 16;  // sums that one thread adds up
-  static_assert(few * few == num_threads);
   const i32 each = ceil_div(count, num_threads), summing = each > 0 ? ceil_div(count, each) : 1;
-  T* const mine = sums;                  // of each thread
-  T* const before = sums + num_threads;  // up to each thread, of the threads in its set of `few`
+  T* from = sums;
+  T* to = sums + num_threads;
   threads.phase([&](i32 thread) {
-    if (thread >= summing) return;
     T sum{};
-    FP_ROLLED
     for (i32 i = thread * each; i < min_of(count, (thread + 1) * each); ++i) sum = sum + load(i);
-    mine[thread] = sum;
+    from[thread] = sum;
   });
+  for (i32 distance = 1; distance < summing; distance *= 2) {
+    threads.phase(
+        [&](i32 thread) { to[thread] = thread < distance ? from[thread] : from[thread - distance] + from[thread]; });
+    T* const other = from;
+    from = to;
+    to = other;
+  }
   threads.phase([&](i32 thread) {
-    if (thread >= summing) return;
-    T sum = mine[thread / few * few];
-    for (i32 i = thread / few * few + 1; i <= thread; ++i) sum = sum + mine[i];
-    before[thread] = sum;
-  });
-  threads.phase([&](i32 thread) {
-    if (thread >= summing) return;
-    T sum{};
-    for (i32 set = 0; set < thread / few; ++set) sum = sum + before[set * few + few - 1];
-    if (thread % few > 0) sum = sum + before[thread - 1];
-    FP_ROLLED
+    T sum = thread == 0 ? T{} : from[thread - 1];
     for (i32 i = thread * each; i < min_of(count, (thread + 1) * each); ++i) {
-      const T term = load(i);
+      const T mine = load(i);
       store(i, sum);
-      sum = sum + term;
+      sum = sum + mine;
     }
-    if (thread + 1 == summing) mine[0] = sum;
   });
-  return mine;
+  return from + summing - 1;
 }
 
 }  // namespace flashpage::plan

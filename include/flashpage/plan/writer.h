@@ -70,7 +70,6 @@ class Writer {
   FP_HOST_DEVICE void add_lane(i32 lane, Totals& to, i32 first = 0, i32 step = 1) const {
     const Lane& mine = lane_[lane];
     const Segment* const segments = assignment_.segments + mine.first_segment;
-    FP_ROLLED
     for (i32 i = 0; i < mine.num_segments; ++i) take<items>(segments[i], mine.heads, first, step, to);
   }
 
@@ -82,7 +81,6 @@ class Writer {
     const i32 partial_rows = static_cast<i32>(all_.partial_rows), axis_heads = axis_heads_;
     WorkItem item{};
     if (begin < end) item = items_[begin];
-    FP_ROLLED
     for (i32 i = first; i < mine.ctas; i += step) {
       const i32 place = i * mine.heads;
       CtaItems own{};
@@ -101,11 +99,9 @@ class Writer {
     const i32 first_row = at.tile * schedule_.tile_q;
     MergeItem* const merges = reinterpret_cast<MergeItem*>(memory_.bytes + merges_offset());
     u32* const arrivals = reinterpret_cast<u32*>(merges + all_.merges * places_);
-    FP_ROLLED
     for (i32 place = first; place < places_; place += step) {
       const i32 partial_row = unit.partial_row + place * static_cast<i32>(all_.partial_rows);
       i64 merge = unit.merge + place * all_.merges;
-      FP_ROLLED
       for (i32 row = 0; row < rows; row += schedule_.merge_rows) {
         merges[merge] = {request.index,
                          request.q_begin,
@@ -177,7 +173,6 @@ class Writer {
   template <bool writes, bool writes_whole>
   FP_HOST_DEVICE void whole_requests(i32 heads, const Requests& range, i32 first, i32 step, Totals& to) const {
     if (schedule_.fixed()) {
-      FP_ROLLED
       for (i32 i = range.begin; i < range.end; ++i) {
         whole_units<writes>(heads, {i, 0, 0, -1}, axis_heads_ * requests_[i].tiles, to);
       }
@@ -185,7 +180,6 @@ class Writer {
     }
     const i32 number = requests_[range.begin].number;
     if constexpr (writes_whole) {
-      FP_ROLLED
       for (i32 i = range.begin + first; i < range.end; i += step) {
         const Request& request = requests_[i];
         if (request.tiles == 0) continue;
@@ -221,10 +215,9 @@ class Writer {
   }
 
   template <bool writes>
-  FP_ONCE void units_of_fixed_split(i32 heads, Cut at, i32 count, Totals& to) const {
+  FP_HOST_DEVICE void units_of_fixed_split(i32 heads, Cut at, i32 count, Totals& to) const {
     Cut row_begin = at;
     i32 uncut = 0;
-    FP_ROLLED
     for (; count > 0; --count) {
       const TokenRange range = visible(at);
       const Cut next = unit_after(at);
@@ -246,7 +239,6 @@ class Writer {
     if (count <= 0) return;
     const Request& request = requests_[at.request];
     const bool all_tiles = count == request.tiles && at.tile == 0;  // an item continues with the next KV head
-    FP_ROLLED
     for (i32 head = 0; head < (all_tiles ? 1 : heads); ++head) {
       if constexpr (writes) {
         WorkItem& item = items_[to.items];
@@ -295,9 +287,7 @@ class Writer {
       return;
     }
     const i64 merge = to.merges - merges_of(rows);
-    FP_ROLLED
     for (i32 begin = range.begin; begin < range.end; begin = next_cut(begin)) {
-      FP_ROLLED
       for (i32 head = 0; head < heads; ++head) {
         WorkItem& item = items_[to.items++];
         item = item_of(at, head, {begin, min_of(range.end, next_cut(begin))});
@@ -331,7 +321,6 @@ class Writer {
   // Small lanes have the last CTAs, and the last of those come first; full lanes are in the order of their CTAs.
   FP_HOST_DEVICE i32 num_ctas() const {
     const Lanes& lanes = assignment_.division.lanes;
-    FP_ROLLED
     for (i32 i = 0; i < lanes.count; ++i) {
       const i32 lane = i < lanes.num_small ? i : lanes.count - 1 - (i - lanes.num_small);
       if (before_[lane].items == before_[lane + 1].items) continue;

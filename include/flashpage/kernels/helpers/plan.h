@@ -18,7 +18,6 @@ struct WarpVote {
 
 struct CtaThreads {
   using Vote = WarpVote;
-  static constexpr i32 count = plan::num_threads;
   static constexpr i32 searching = plan::warp;  // threads
 
   template <class Body>
