@@ -161,8 +161,8 @@ def _tile(work: Work) -> Tile:
 
 
 def _approximates_tanh(variant: VariantSpec, product: DType) -> bool:
-    """Whether a soft cap is computed with tanh.approx, 1.3 times faster (docs/tried.md). Scores are then off by 2^-11 of
-    themselves, which bf16 weights lose by their own rounding, too, but fp16 weights do not."""
+    """Whether a soft cap is computed with tanh.approx, 1.3 times faster (docs/tried.md). Scores are then off by 2^-11
+    of themselves, which bf16 weights lose by their own rounding, too, but fp16 weights do not."""
     return bool(soft_cap(variant)) and product is not DType.FLOAT16
 
 

@@ -122,9 +122,10 @@ def test_paged_extend(
     batch = EngineBatch(prefill_case(**slots(**options)), device)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(batch.workspace(), "NHD", backend="fa2")
     begin_paged(wrapper, batch, **planned)
-    batch.check(wrapper.forward(batch.q, batch.kv, **run_values(batch, causal=True)))
+    split = {"fixed_split_size": planned.get("fixed_split_size", 0)}
+    batch.check(wrapper.forward(batch.q, batch.kv, **run_values(batch, causal=True)), **split)
     found = wrapper.forward_return_lse(batch.q, batch.kv, **run_values(batch, causal=False))
-    batch.check(found, causal=False)
+    batch.check(found, causal=False, **split)
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8], ids=str)
