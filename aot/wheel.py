@@ -43,7 +43,8 @@ WHEEL = "Wheel-Version: 1.0\nGenerator: flashpage aot.wheel\nRoot-Is-Purelib: fa
 
 
 def kernels_of(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
-    """The list, and its plans for batches of every class of contexts: no other kernel can take their place."""
+    """The kernels of the list, and those of its plans in each class of contexts: a machine without a compiler has
+    nothing to put in their place."""
     contexts = [
         (spec, target)
         for target in map(Target.parse, targets)

@@ -48,7 +48,7 @@ struct fp_context_row {
   int64_t most_rows;                 // of the batch
   double least_rows_of_request;      // on average
   double least_tokens, most_tokens;  // seen by a row, on average
-  int32_t has_equal_rows;            // 1: only batches whose requests have equally many rows
+  int32_t has_equal_rows;            // 1: only batches whose requests with rows have equally many
 };
 struct fp_context_table {
   fp_context_row rows[16];
@@ -56,7 +56,7 @@ struct fp_context_table {
   int32_t page_size;  // tokens of an entry of kv_indptr; at least 1
   double hidden;      // tokens hidden from a row for each row of its request: half a token if causal
 };
-// The class of a batch; 0 if no row fits. `has_equal_rows`: all requests have equally many rows.
+// The class of a batch; 0 if no row fits. `has_equal_rows`: all requests with rows have equally many.
 FP_API int32_t fp_contexts_of(const fp_context_table*, int64_t requests, int64_t rows, int64_t tokens,
                               int32_t has_equal_rows);
 

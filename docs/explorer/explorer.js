@@ -4,7 +4,8 @@
 
 const MOST_ITEMS = 200000, MOST_REQUESTS = 20000, MOST_TOKENS = 2 ** 30;
 
-// "300,17,4096", "64x4096", or KIND:64:4096 for 64 requests of 4096 tokens on average, as `flashpage plan` reads them.
+// "300,17,4096", "64x4096", or KIND:64:4096 for 64 requests of 4096 tokens on average, as `flashpage plan` reads them,
+// except lognormal.
 function lengths(text) {
   const refuse = () => { throw new Error(`"${text}" is not a list of lengths: 300,17,4096 or 64x4096 or zipf:64:4096`); };
   const whole = word => /^\s*\d+\s*$/.test(word) ? Number(word) : refuse();

@@ -35,7 +35,7 @@ struct Columns {
   }
 };
 
-// What explorer.js reads: numbers, then addresses of the columns, in the order of its lists.
+// Read by explorer.js: numbers, then addresses of the columns, in the order of its lists.
 struct View {
   int32_t status, num_ctas, num_items, num_merges, num_partial_rows, num_units, pieces;
   const void* columns[10];
@@ -110,8 +110,11 @@ EXPORTED int32_t explorer_batch(const fp_context_table* table, int32_t requests,
     batch.pages.push_back(batch.pages.back() + ceil_div(tokens[i], page_size));
     all += tokens[i];
   }
-  const auto [least, most] = std::minmax_element(rows, rows + requests);
-  return host::contexts_of(*table, requests, batch.rows.back(), all, requests == 0 || *least == *most);
+  int32_t least = INT32_MAX, most = 0;
+  for (int32_t i = 0; i < requests; ++i) {
+    if (rows[i] > 0) least = std::min(least, rows[i]), most = std::max(most, rows[i]);
+  }
+  return host::contexts_of(*table, requests, batch.rows.back(), all, least >= most);
 }
 
 // Plans the batch.
@@ -155,7 +158,7 @@ EXPORTED const View* explorer_plan(const fp_schedule* schedule) {
   return show(FP_OK, schedule->num_ctas);
 }
 
-// The same batch with a fixed split: each unit in `pieces` equal pieces (0: as many as fill the CTAs once), which the
+// Plans the batch with a fixed split: each unit in `pieces` equal pieces (0: as many as fill the CTAs once), which the
 // CTA that is free first takes in the order of a grid. The price of a piece is that of the planner's pieces.
 EXPORTED const View* explorer_fixed(const fp_schedule* schedule, int32_t pieces) {
   const plan::CostModel model = prices(*schedule);

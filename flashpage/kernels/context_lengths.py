@@ -27,10 +27,10 @@ class ContextLengths:
         self.address = ctypes.addressof(self.table)
 
     @property
-    def most_rows_of_few(self) -> int:
-        """Query rows of a batch that is so small that an SM has two CTAs; 0: no batch is."""
+    def has_few(self) -> bool:
+        """Whether some batches have tiles of which two CTAs fit an SM."""
         few = CLASSES.index(ContextClass.FEW)
-        return max((row.most_rows for row in self.table.rows[: self.table.count] if row.contexts == few), default=0)
+        return any(row.contexts == few for row in self.table.rows[: self.table.count])
 
     def of(self, batch: int, total_rows: int, total_tokens: int, has_equal_rows: bool = False) -> ContextClass:
         found = native.load().fp_contexts_of(self.address, batch, total_rows, total_tokens, has_equal_rows)

@@ -19,6 +19,8 @@ from .tensor_maps import LINE_BYTES
 from .tile import Cost, Tile
 from .work import InnerLoop, Work
 
+ANY_BYTES = 1 << 62
+
 FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 HALF = (DType.FLOAT16, DType.BFLOAT16)
 FP8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
@@ -64,6 +66,7 @@ class AttentionKernel(Kernel):
     visits_mask_tiles: Callable[[Options], bool] = lambda options: False  # only those of mask_tiles
     most_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 if rows are not multiples of it
+    most_cache_bytes: Callable[[KernelSpec], int] = lambda spec: ANY_BYTES  # that K or V may span
     merges_in_launch: bool = False  # CUDA: partials are merged without another launch
     row_boxes: bool = False  # it loads q and stores out by tensor maps, if they have one
     query_boxes: bool = False  # it loads q by a tensor map whose boxes may have a part of a group's heads, if q has one

@@ -7,8 +7,10 @@ import dataclasses
 
 from . import latent_formats, latent_wide_sm90
 from .ahead import ONE_TOKEN, latent_rows, listed_rows
+from .kernel import ANY_BYTES
 from .latent_decode_sm90 import loader
 from .latent_wide_sm90 import ROWS, packed_rows
+from .spec import KernelSpec
 from .tensor_maps import NARROW_LINE_BYTES
 from .tile import Tile
 from .work import Work
@@ -16,6 +18,11 @@ from .work import Work
 LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 _TOKENS = 64  # of a block
 _MOST_STAGES = 8  # the header uses as many as fit
+
+
+def _most_cache_bytes(spec: KernelSpec) -> int:
+    """Converting warps keep a row's place as 32 bits, in units of 16 bytes (convert.h)."""
+    return ANY_BYTES if spec.kv_dtype is spec.q_dtype else 1 << 36
 
 
 def _tile(work: Work) -> Tile:
@@ -53,6 +60,7 @@ KERNEL = dataclasses.replace(
     tile=_tile,
     v_line_bytes=NARROW_LINE_BYTES,
     query_boxes=False,
+    most_cache_bytes=_most_cache_bytes,
     context_rows=lambda options, card: [],
     context_tile=lambda spec, contexts: None,
     ahead=(*latent_rows(64), *latent_rows(64, 128, page_size=ONE_TOKEN), *listed_rows(64, 128)),

@@ -52,7 +52,7 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
             ContextClass.LITTLE, _ROWS_OF_PAIR // options.group_size, 0, most_tokens=_most_tokens(options, card)
         )
     ]
-    for tiles in range(_MOST_TILES, 0, -1):  # more than so many
+    for tiles in range(_MOST_TILES, 0, -1):  # batches of more row tiles a request than `tiles`
         contexts = ContextClass.EQUAL if tiles % 2 else ContextClass.USUAL
         least = math.nextafter(tiles * _ROWS_OF_PAIR / options.group_size, math.inf)
         rows.append(context_row(contexts, ANY_ROWS, least, has_equal_rows=contexts is ContextClass.EQUAL))

@@ -43,18 +43,19 @@ def workspace_bounds(
 def _bounds_of_few(
     options: Options, batch: int, total_q: int, total_kv: int, num_ctas: int, device: torch.device
 ) -> tuple[int, int]:
-    """Bounds for batches with so few rows that smaller tiles than usual let an SM run more CTAs. `num_ctas`: CTAs of
-    the usual tiles."""
-    rows = min(total_q, ContextLengths(options, devices.of(device)).most_rows_of_few)
+    """Bounds for batches whose tiles are smaller than usual, so that an SM runs more CTAs. `num_ctas`: CTAs of the
+    usual tiles."""
+    if not ContextLengths(options, devices.of(device)).has_few:
+        return 0, 0
     usual, few = (
         choose.choose(Problem(options, choose.MANY_ROWS, contexts=contexts), device)
         for contexts in (ContextClass.USUAL, ContextClass.FEW)
     )
-    if rows == 0 or few.spec == usual.spec:
+    if few.spec == usual.spec:
         return 0, 0
     assert few.spec.tile is not None and usual.spec.tile is not None
     schedule = schedule_of(few, options, num_ctas * few.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm)
-    return _bounds(options, schedule, batch, rows, total_kv)
+    return _bounds(options, schedule, batch, total_q, total_kv)
 
 
 def bounds_of(prepared: PreparedKernels, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:

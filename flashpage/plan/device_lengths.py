@@ -58,12 +58,13 @@ class TableLengths:
         self._given = (self.tables, seq_lens, q_indptr, table_rows, num_requests)
         self._places, self._options = _places_of(self._given), options
         self._is_cpu, self._is_checked = device.type == "cpu", env.is_on("FLASHPAGE_CHECK_INDICES")
-        read = [tensor.clone() if self._is_cpu and tensor is not None else tensor for tensor in self._given]
+        with torch.inference_mode(False):  # copies made in inference mode could not be written outside of it
+            read = [tensor.clone() if self._is_cpu and tensor is not None else tensor for tensor in self._given]
         self.read, self.seq_lens, self.q_indptr, self.table_rows, self.num_requests = read
         self._max_rows = max_rows
         self.max_rows = max_rows if q_indptr is not None else self.batch * options.uniform_q_len
-        self.max_page = -1
         self._judge()
+        self._is_new = True
         self.struct = native.Tables(
             q_indptr=_address(self.q_indptr, "qo_indptr"),
             seq_lens=_address(self.seq_lens, "seq_lens"),
@@ -87,7 +88,10 @@ class TableLengths:
         return options is self._options and max_rows == self._max_rows and _places_of(given) == self._places
 
     def read_again(self) -> None:
-        """Takes the numbers that are there now."""
+        """Takes the numbers that are there now. Before the first plan they are those of the construction."""
+        if self._is_new:
+            self._is_new = False
+            return
         if self._is_cpu:
             mine = (self.read, self.seq_lens, self.q_indptr, self.table_rows, self.num_requests)
             for copy, tensor in zip(mine, self._given, strict=True):
@@ -97,6 +101,7 @@ class TableLengths:
 
     def _judge(self) -> None:
         """A card's numbers are copied to the host and checked if the user says so, but not inside of a capture."""
+        self.max_page = -1
         if self._is_cpu or (self._is_checked and not torch.cuda.is_current_stream_capturing()):
             self._check_numbers(has_pages=not self._options.is_selected)
 

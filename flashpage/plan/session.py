@@ -231,11 +231,17 @@ class Planner(OptionPlans):
 
     def plan_on_device(self, tables: TableLengths) -> None:
         """Plans on the device, from lengths there, for the options of plan and for those that runs have used. The last
-        lengths are planned again by the launches alone."""
+        lengths are planned again by the launches alone, unless pages are used that runs were not checked for."""
         batch, struct = self.batch, self.batch.struct
-        if tables is batch.tables and self.is_planned and self._last == self.generation:
-            self._plan_again(tables)
-            return
+        is_last = tables is batch.tables and self.is_planned and self._last == self.generation
+        try:
+            tables.read_again()
+            if is_last and tables.max_page <= struct.max_page:
+                self._plan_again(tables)
+                return
+        except BaseException:
+            self.invalidate()
+            raise
         self.invalidate()
         has_limit = self.is_graph and batch.capacity is None and tables.q_indptr is not None
         if has_limit and tables.max_rows > struct.most_total_rows:
@@ -257,13 +263,10 @@ class Planner(OptionPlans):
 
     def _plan_again(self, tables: TableLengths) -> None:
         """The kernels, the sizes of memory and all that runs have bound stay as they are."""
-        self.is_planned = False
-        tables.read_again()
         self.batch.struct.max_page = tables.max_page
         self.batch.stream = current_stream(self.device_index)
         for combination in self.active:
             combination.plan_on_device(self.batch, tables, self.plan_kernel)
-        self.is_planned = True
 
     @functools.cached_property
     def plan_kernel(self) -> int | None:

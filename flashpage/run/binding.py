@@ -97,6 +97,7 @@ class Binding:
         merge = self.parts[0].merge
         params.out_row_stride, params.out_head_stride = merge.out_row_stride, merge.out_head_stride = strides
         self._bind_alignment(strides, k, v)
+        self._check_span(k, v)
 
     def _bind_views(
         self, views: dict[str, kv_view.View], cache: native.AttentionParams | native.GatherRowsParams
@@ -138,6 +139,17 @@ class Binding:
             kv_view.check_alignment(tuple(strides), dtype.size, alignment, name)
             self.alignment_mask |= alignment - 1
         self.bound_run.alignment_mask = self.alignment_mask
+
+    def _check_span(self, k: kv_view.View, v: kv_view.View) -> None:
+        choice, size = self.combination.prepared.choice, self.combination.options.kv_dtype.size
+        most = choice.kernel.most_cache_bytes(choice.spec)
+        for name, view in (("K", k), ("V", v)):
+            span = ((view.num_pages - 1) * view.page_stride + view.page_size * view.token_stride) * size
+            if span > most:
+                raise RunError(
+                    f"{name} spans {span} bytes, but {choice.spec.kernel} reads at most {most} here: "
+                    "pass a cache of fewer pages, or one in which a layer's pages follow each other."
+                )
 
     def refresh(self, planner: Planner) -> None:
         """Switches to the newest plan."""
@@ -290,7 +302,12 @@ class Binding:
                 f"ckv_scale_arr has shape {tuple(value.shape)} and dtype {value.dtype}: "
                 f"pass contiguous float32 of {wanted}, one scale for 128 columns of a token."
             )
-        return 1.0, tensor_memory.address(value, "ckv_scale_arr", RunError), 1
+        address = tensor_memory.address(value, "ckv_scale_arr", RunError)
+        if address % 16:
+            raise RunError(
+                f"ckv_scale_arr starts at {address:#x}: pass a tensor that starts on 16 bytes, such as a clone."
+            )
+        return 1.0, address, 1
 
     def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:
         """(number, address, stride) of a scale."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -222,6 +223,21 @@ def test_refused_runs() -> None:
     close(wrapper.run(*batch.parts()), batch.out)
 
 
+def test_a_view_may_span_more_than_a_kernel_can_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, wrapper = Batch(), wrapper_of()
+    wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)
+    prepared = wrapper._planner.active[0].prepared
+    choice = prepared.choice
+    most = batch.cache.numel() * batch.cache.element_size()
+    few = dataclasses.replace(choice.kernel, most_cache_bytes=lambda spec: most)
+    monkeypatch.setattr(prepared, "choice", dataclasses.replace(choice, kernel=few))
+    close(wrapper.run(*batch.parts()), batch.out)
+    pool = torch.zeros(len(batch.cache), 2, *batch.cache.shape[1:], dtype=batch.cache.dtype)  # of two layers
+    pool[:, 1] = batch.cache
+    with pytest.raises(RunError, match=f"K spans .* reads at most {most} here"):
+        wrapper.run(query=batch.q, kv_cache=pool[:, 1])
+
+
 def test_refused_scales_and_rows() -> None:
     batch, wrapper = Batch(), wrapper_of()
     q = batch.q.bfloat16()
@@ -232,6 +248,7 @@ def test_refused_scales_and_rows() -> None:
         ({"ckv_scale": 1.0, "ckv_scale_arr": scales}, "both given"),
         ({"ckv_scale_arr": scales[:1]}, "ckv_scale_arr has shape"),
         ({"ckv_scale_arr": scales.double()}, "torch.float64"),
+        ({"ckv_scale_arr": torch.ones(scales.numel() + 1)[1:].view(scales.shape)}, "starts on 16 bytes"),
         ({"ckv_scale_arr": 1.0}, "ckv_scale_arr"),
         ({"ckv_scale": 0.0}, "ckv_scale=0.0: pass a positive number"),
         ({"kpe_scale": torch.ones(2)}, "kpe_scale has 2 entries"),

@@ -55,13 +55,21 @@ def _number(text: str) -> float:
     return float(found[0]) if found else float("nan")
 
 
+def _without_file(words: list[str]) -> list[str]:
+    """Arguments without --json and its file, which lies elsewhere on each machine."""
+    if "--json" not in words:
+        return words
+    at = words.index("--json")
+    return words[:at] + words[at + 2 :]
+
+
 class Recorder:
     """Appends lines to a file; without a file it writes nothing."""
 
     def __init__(self, path: str | None) -> None:
         self.path = Path(path) if path else None
         program = Path(__file__).with_name(Path(sys.argv[0]).name)
-        words = ["python", str(program.relative_to(program.parents[2])), *sys.argv[1:]]
+        words = ["python", str(program.relative_to(program.parents[2])), *_without_file(sys.argv[1:])]
         self.run = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit(),

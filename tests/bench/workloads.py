@@ -98,7 +98,7 @@ class Case:
 
     @property
     def columns(self) -> int:
-        """Of a row of q and its output together, and of a token's K and V."""
+        """Elements of a row of q and its output together; also of a token's K and V."""
         return 2 * self.head_dim
 
     @property

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CXX, QEMU, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 ELEMENTS = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 SHIPPED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "include", "flashpage")
-# Of the kernels that a wheel has: each element type, head dim and source of K and V.
+# Each element type, head dim and source of K and V of the kernels in a wheel.
 ROWS = ((DType.FLOAT32, 64, "paged"), (DType.FLOAT16, 128, "ragged"), (DType.BFLOAT16, 128, "paged"))
 
 

@@ -9,8 +9,8 @@ Inputs are compared as stored, so they carry no error. These roundings remain.
   times that.
 * A score is a sum of head_dim products in fp32, then scaled, capped or shifted. Its absolute error s moves its weight
   by the factor 1 +- s, and the lse by at most s.
-* On Hopper, prefill with bf16 weights takes the card's tanh for a soft cap (approximates_tanh): a capped score is
-  then off by 2^-11 of itself.
+* On Hopper, prefill with bf16 or e4m3 weights takes the card's tanh for a soft cap (approximates_tanh): a capped score
+  is then off by 2^-11 of itself.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
   the spread of scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
 * Latent rows in fp8 with scales that are no powers of two are rounded to q's type, as keys and as values.

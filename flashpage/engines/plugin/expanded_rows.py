@@ -54,7 +54,7 @@ class ExpandedRows:
         """Attention, and LSEs [rows, heads] of base e.
 
         Args:
-            chunk: its number, all tokens of which each row sees; OWN_TOKENS: the step's own tokens, causal.
+            chunk: number of a chunk, all of whose tokens each row sees; OWN_TOKENS: the step's own tokens, causal.
             starts: where the rows and the tokens of each request begin, [requests + 1] each.
         """
         q, k, v, out = tensors

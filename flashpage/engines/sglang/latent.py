@@ -31,7 +31,7 @@ class FlashpageLatentBackend(FlashpageBackend):
         super().__init__(runner, branches)
         self._expanded = ExpandedRows(self._workspaces, "SGLang")
         self._starts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by chunk
-        _use_own_ways()
+        _register_choices()
 
     def _layers_of(self, runner: Any) -> list[Any]:
         return [layer for layer in super()._layers_of(runner) if self._is_absorbed(layer)]
@@ -121,18 +121,18 @@ class FlashpageLatentBackend(FlashpageBackend):
         return out, torch.nn.functional.pad(lse, (0, 0, 0, len(out) - rows)) if rows < len(out) else lse
 
 
-def _use_own_ways() -> None:
+def _register_choices() -> None:
     """SGLang chooses by a backend's name what its models hand to attention: prompts expanded where that is faster, and
     the rotated columns apart, which saves copies."""
-    handlers.AttentionBackendRegistry.register(NAME, _way_of)
+    handlers.AttentionBackendRegistry.register(NAME, _choose_method)
     names = utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
     if NAME not in names:
         names.append(NAME)
 
 
-def _way_of(attention: Any, forward_batch: Any) -> Any:
-    """As for FlashAttention 3 on a card: in deterministic mode all rows are absorbed. On the CPU, which lacks SGLang's
-    helpers for expanded tokens of before, only prompts without such tokens are expanded."""
+def _choose_method(attention: Any, forward_batch: Any) -> Any:
+    """As for FlashAttention 3 on a card: in deterministic mode all rows are absorbed. On the CPU SGLang lacks the
+    helpers that expand earlier tokens, so only prompts without earlier tokens are expanded there."""
     is_card = torch.cuda.is_available()
     handler = handlers.handle_attention_fa3 if is_card else handlers.handle_attention_triton
     return handler(attention, forward_batch)

@@ -14,8 +14,8 @@ FP_DEVICE void load_once(u32 (&words)[2], const void* from) {
   asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from));
 }
 
-// As above, or zeros if `exists` is false. There is no branch: the compiler would move words from other registers
-// behind it, and so wait for each load at once.
+// As above, or zeros if `exists` is false. No branch: the compiler would move other uses of the words after it, and
+// wait for each load there.
 FP_DEVICE void load_once(u32 (&words)[4], const void* from, bool exists) {
   asm volatile(
       "{\n.reg .pred p;\n"

@@ -32,7 +32,7 @@ struct ColumnsConvert {
 
   static constexpr u32 nowhere = 0xffffffff;
 
-  // What a lane needs of a token's row.
+  // A token's row, as a lane reads it.
   struct Row {
     u32 at;  // 16 bytes from the part's first row in the cache; nowhere: there is no token
     float scale;

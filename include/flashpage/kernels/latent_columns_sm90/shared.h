@@ -30,6 +30,7 @@ struct ColumnsShared {
   // more.
   static constexpr int loading_registers = by_boxes ? WideWarps::loading_registers : takes_turns ? 72 : 56;
   static constexpr int computing_registers = by_boxes ? WideWarps::computing_registers : takes_turns ? 216 : 224;
+  static_assert(!takes_turns || slots_ahead % 2 == 0);
   static_assert(Traits::tile_kv == tokens && Traits::ctas == 2 && unit_rows % group_rows == 0 && row_tiles <= 2);
 
   alignas(1024) u8 query[row_tiles][Tile::bytes];
@@ -82,10 +83,12 @@ struct ColumnsFits {
   static constexpr bool value = sizeof(ColumnsShared<Traits>) <= cta_shared_bytes(1);
 };
 
-// Given with as many slots as fit, at most Given::stages.
+// Given with as many slots as fit, at most Given::stages. Where warpgroups take turns, each slot belongs to one of them:
+// a warpgroup that waits for a slot of the other could take an older use of it for its own.
 template <class Given>
 struct ColumnsStages {
-  using Traits = WithStages<Given, fitting_stages<ColumnsFits, Given, Given::stages, 1, 2>()>;
+  static constexpr int step = ColumnsShared<Given>::takes_turns ? 2 : 1;
+  using Traits = WithStages<Given, fitting_stages<ColumnsFits, Given, Given::stages, step, 2>()>;
 };
 
 }  // namespace flashpage

@@ -1,6 +1,6 @@
 // Soft caps: cap * tanh(score / cap). The tanh is a polynomial if all scores of a warp's tile are smaller than the cap,
-// and else needs two special functions. Where arithmetic limits a kernel and weights are bf16, it is the card's
-// approximation: its error of 2^-11 of a score changes a weight less than bf16 does.
+// and else needs two special functions. Where arithmetic limits a kernel and weights are bf16 or e4m3, it is the
+// card's approximation: its error of 2^-11 of a score changes a weight less than their rounding does.
 #pragma once
 #include "flashpage/params/variant.h"
 #include "flashpage/ptx/math.h"
