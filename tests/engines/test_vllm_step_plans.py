@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm_step import Form, Scene, close, run
 
-from flashpage import CapabilityError, PlanError, RunError
+from flashpage import CapabilityError
 from flashpage.engines.plugin.group_plans import GroupPlans, Use
 from flashpage.engines.plugin.parts import PagedRows, RaggedRows
 from flashpage.engines.plugin.versions import TESTED, warn_if_untested
@@ -168,29 +168,6 @@ def test_plans_again_from_new_lengths(device: str) -> None:
     common.seq_lens += 1
     step.plan_again()
     close(run(step, planner.plans.layers[0], scene.tensors()), scene.expected())
-
-
-def test_numbers_that_change_where_they_lie_are_checked_again() -> None:
-    """The CPU reads them: a refused step leaves no plan, right numbers plan again, and pages are checked again."""
-    scene = Scene(Form(), [1] * 4, [5, 64, 130, 33], "cpu")
-    planner, common = scene.planner(), scene.common()
-    layer, tensors = planner.plans.layers[0], scene.tensors()
-    step = planner.plan(common)
-    run(step, layer, tensors)
-    common.seq_lens[1] = 10000
-    with pytest.raises(PlanError, match="seq_lens has 10000 for request 1"):
-        planner.plan(common)
-    with pytest.raises(RunError, match="has no plan"):
-        run(step, layer, tensors)
-    common.seq_lens[1] = 64
-    with torch.inference_mode():
-        planner.plan(common)
-    close(run(planner.plan(common), layer, tensors), scene.expected())
-    common.block_table_tensor[0, 0] = pages = len(tensors.cache[0])
-    with pytest.raises(RunError, match=f"has {pages} pages but the plan's block_tables reach {pages}"):
-        run(planner.plan(common), layer, tensors)
-    common.seq_lens.zero_()
-    run(planner.plan(common), layer, tensors)
 
 
 # ---------------------------------------------------------------- rows that are not causal
