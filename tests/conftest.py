@@ -37,11 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # saves the program that tests vector units: 9 s
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than cores: a fifth of a worker's time is spent waiting, for builds of other workers and in sleeps."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 def _keep_freed_memory() -> None:
     """Makes the allocator keep freed memory, because tests allocate and poison workspaces of equal sizes."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc
