@@ -207,7 +207,7 @@ struct ManyRows {
     u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride, lane());
     ptx::cp_async_wait<stages - 1>();
     __syncthreads();  // this tile's keys have arrived, and what the last tile read is free
-    // A table is rewritten after the last copies that read it were issued, and before the barrier ahead of the next ones.
+    // A table is rewritten after the last copies that read it were issued, before the barrier ahead of the next ones.
     if constexpr (stages == 1) copy_values(unit, tile);
     if constexpr (stages == 2 && !spread) copy_keys(unit, tile + 1);
     if constexpr (stages == 1) note_keys(place, tile + 1, next);
