@@ -26,10 +26,8 @@ _LARGEST_CLUSTER = 16  # CTAs of latent_decode_sm90 that share a unit
 _TOKENS = 64  # of a block
 _STAGES = 2  # blocks in shared memory
 _REACHED = 0.68  # the fraction of the card's 16-bit throughput that products reach
-
-
-SIDE_BY_SIDE_NOTE = "tile: two pairs of CTAs compute a request's row tiles side by side, so that the L2 serves one"
 _MOST_TILES = 8  # of a request, computed side by side; more were not tried
+SIDE_BY_SIDE_NOTE = "tile: two pairs of CTAs compute a request's row tiles side by side, so that the L2 serves one"
 
 
 def _tile(work: Work) -> Tile:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases.case import Case
 from cases.latent import latent_case
-from host_plans import listed, plan_of
+from host_plans import attention_params, listed, plan_of
 from inputs import Inputs, make_inputs, reference_states
 from native_build import shared_library, traits_flags
 from tolerance import limits
@@ -56,22 +56,14 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
     lse = torch.full((len(q), case.num_q_heads), math.nan)
     sinks, (planned_case, planned_inputs) = inputs.sinks, listed(case, inputs) if case.selected else (case, inputs)
     planned = plan_of(planned_case, planned_inputs, spec.rows, cut)
-    params = native.AttentionParams(
-        q=q.data_ptr(),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        q_row_stride=q.stride(0),
-        q_head_stride=q.stride(1),
-        out_row_stride=out.stride(0),
-        out_head_stride=out.stride(1),
+    params = attention_params(
+        case,
+        (q, out, lse),
+        sinks,
         kv_indices=planned_inputs.indices.data_ptr(),
         plan=planned.data.ctypes.data,
         partial_out=planned.partial_out.data_ptr(),
         partial_lse=planned.partial_lse.data_ptr(),
-        sinks=None if sinks is None else sinks.data_ptr(),
-        score_scale=case.score_scale,
-        value_scale=1.0,
-        num_q_heads=case.num_q_heads,
         num_kv_heads=1,
         causal=case.causal,
         window_left=-1,

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from cases.case import Case, prefill
-from host_plans import plan_of
+from host_plans import attention_params, plan_of
 from inputs import Inputs, make_inputs, reference_states
 from native_build import shared_library, traits_flags
 from tolerance import limits
@@ -51,20 +51,12 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec) -> tuple[torch.Tensor, tor
     out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
     lse = torch.full((len(q), case.num_q_heads), math.nan)
     planned, sinks = plan_of(case, inputs, spec.rows), inputs.sinks
-    params = native.AttentionParams(
-        q=q.data_ptr(),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        q_row_stride=q.stride(0),
-        q_head_stride=q.stride(1),
-        out_row_stride=out.stride(0),
-        out_head_stride=out.stride(1),
+    params = attention_params(
+        case,
+        (q, out, lse),
+        sinks,
         kv_indices=inputs.indices.data_ptr(),
         plan=planned.data.ctypes.data,
-        sinks=None if sinks is None else sinks.data_ptr(),
-        score_scale=case.score_scale,
-        value_scale=1.0,
-        num_q_heads=case.num_q_heads,
         num_kv_heads=case.num_kv_heads,
         causal=case.causal,
         window_left=case.window_left,

@@ -18,6 +18,7 @@ import torch
 from cases.case import Case
 from cases.variants import VARIANTS
 from host_maps import Map, map_of
+from host_plans import attention_params
 from inputs import Inputs, make_inputs, pack_bits, reference_states
 from native_build import function_tiles, shared_library, variant_flags
 from native_build import mask_tiles as mask_kernel
@@ -221,21 +222,13 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     cta_rows = rows_of_unit(case, tile)
     rows_of_box = 0 if cta_rows % group or loader == "converted" else cta_rows // group
     bits = None if inputs.masks is None else pack_bits(inputs.masks)
-    params = native.AttentionParams(
-        q=q.data_ptr(),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        q_row_stride=q.stride(0),
-        q_head_stride=q.stride(1),
-        out_row_stride=out.stride(0),
-        out_head_stride=out.stride(1),
+    params = attention_params(
+        case,
+        (q, out, lse),
+        sinks,
         kv_indices=inputs.indices.data_ptr(),
         plan=plan.ctypes.data,
         custom_mask=None if bits is None else bits.data_ptr(),
-        sinks=None if sinks is None else sinks.data_ptr(),
-        score_scale=case.score_scale,
-        value_scale=1.0,
-        num_q_heads=case.num_q_heads,
         num_kv_heads=case.num_kv_heads,
         causal=case.causal,
         window_left=case.window_left,

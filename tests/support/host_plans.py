@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import latent_rows
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from cases.case import Case
 from inputs import Inputs
 
+from flashpage import native
 from flashpage.native import records
 
 _MERGE_ROWS = 64  # of an item
@@ -90,3 +92,24 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
     memory[: len(data)] = data
     partial_out = torch.full((partial + 1, case.value_dim), math.nan)
     return Planned(memory, num_ctas, partial_out, torch.full((partial + 1,), math.nan))
+
+
+def attention_params(
+    case: Case, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sinks: torch.Tensor | None, **own: Any
+) -> native.AttentionParams:
+    """A kernel's parameters: q, out and lse of the rows, what each case has, and `own`."""
+    q, out, lse = rows
+    return native.AttentionParams(
+        q=q.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        q_row_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        out_row_stride=out.stride(0),
+        out_head_stride=out.stride(1),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        score_scale=case.score_scale,
+        value_scale=1.0,
+        num_q_heads=case.num_q_heads,
+        **own,
+    )

@@ -11,6 +11,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from ...run.checks import NO_SCALES
 from ..plugin.group_plans import SPLIT_TOKENS, GroupSizes, Workspaces
 from ..plugin.layers import LayerOptions
 from ..plugin.parts import LayerTensors, Part
@@ -23,8 +24,6 @@ from .tables import SlotTables
 from .trees import TreeRows
 
 warn_if_untested("sglang", sglang.__version__)
-
-NO_SCALES = (None, None, None)
 
 
 class FlashpageBackend(AttentionBackend):

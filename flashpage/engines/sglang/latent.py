@@ -13,9 +13,10 @@ import torch
 from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 from sglang.srt.models.deepseek_common import utils
 
+from ...run.checks import NO_SCALES
 from ..plugin.expanded_rows import OWN_TOKENS, ExpandedRows, ExpandedTensors
 from ..plugin.parts import LayerTensors
-from .backend import NO_SCALES, FlashpageBackend
+from .backend import FlashpageBackend
 from .groups import Group, Tokens
 from .name import NAME
 from .planner import NO_BRANCHES, Branches, starts_of

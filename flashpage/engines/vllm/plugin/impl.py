@@ -9,13 +9,12 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from ....run.checks import NO_SCALES
 from ...plugin.layers import LayerOptions
 from ...plugin.parts import LayerTensors
 from .. import cache_layout, rotate
 from . import cache, fusion
 from .step import Step
-
-_NO_SCALES = (None, None, None)
 
 
 class FlashpageImpl(AttentionImpl):
@@ -84,7 +83,7 @@ class FlashpageImpl(AttentionImpl):
             raise NotImplementedError("flashpage writes no quantized outputs for vLLM.")
         if attn_metadata is None:  # a run by which vLLM measures memory
             return output.fill_(0)
-        scales = (None, layer._k_scale_float, layer._v_scale_float) if self._is_fp8 else _NO_SCALES
+        scales = (None, layer._k_scale_float, layer._v_scale_float) if self._is_fp8 else NO_SCALES
         pages = None if self.is_encoder else self._cache(kv_cache)
         tensors = LayerTensors(query, key, value, pages, output, scales, self.sinks)
         for part in attn_metadata.parts:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
+from ....run.checks import NO_SCALES
 from ....wrappers.append import append_paged_mla_kv_cache
 from ...plugin.group_plans import Workspaces
 from ...plugin.latent_plans import LatentPlans
@@ -27,8 +28,6 @@ from . import support
 from .builder import FlashpageBuilder
 from .planner import GroupPlanner
 from .step import Step
-
-_NO_SCALES = (None, None, None)
 
 
 @dataclasses.dataclass
@@ -124,7 +123,7 @@ class FlashpageMLAImpl(MLACommonImpl):
         q = torch.cat(q, -1) if isinstance(q, tuple) else q
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank)
         cache: Any = kv_c_and_k_pe_cache  # one tensor, as K and V are one row
-        tensors = LayerTensors(q, None, None, cache, out, _NO_SCALES, None)
+        tensors = LayerTensors(q, None, None, cache, out, NO_SCALES, None)
         for part in attn_metadata.decode.step.parts:
             part.run(self.options, tensors)
         return out, None
