@@ -76,6 +76,7 @@ def test_list_is_lean() -> None:
         assert len(listed) == len(set(listed))
         assert set(specs.default_cuda_specs(target)) <= set(listed)
         assert all(target.fits(spec) for spec in listed)
+        assert not set(specs.only_checked_specs(target)) & set(listed)
         checked.update(listed if target.name in aot_build.CHECK_TARGETS else ())
         assert len(listed) <= (144 if target.arch == PTX else 118)  # PTX has tiles for three sizes of shared memory
     assert len(checked) <= 168
@@ -256,10 +257,11 @@ def test_cuda_compilers(sandbox: Sandbox, compiler: compilers.Compiler) -> None:
 def test_check_fails_on_spilled_registers(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     if not cuda_compilers():
         pytest.skip("neither nvcc nor NVRTC is here")
+    monkeypatch.setattr(specs, "only_checked_specs", lambda _: [])
     monkeypatch.setattr(specs, "cuda_specs", lambda _: [cuda_toy(4)])
     assert aot_build.main(["--check"]) == 0
     assert "2 kernels, 0 failed, 0 spill registers" in capsys.readouterr().out
-    monkeypatch.setattr(specs, "cuda_specs", lambda _: [cuda_toy(4), cuda_toy(128)])
+    monkeypatch.setattr(specs, "only_checked_specs", lambda _: [cuda_toy(128)])
     assert aot_build.main(["--check", "--arch", "80"]) == 1
     assert "2 kernels, 0 failed, 1 spill registers" in capsys.readouterr().out
     assert not sandbox.cache.exists()
