@@ -169,6 +169,7 @@ def test_helper_specs_are_those_of_operators() -> None:
         KernelSpec("merge_states", q_dtype=DType.of(dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16)
     } <= listed
     assert {KernelSpec("plan"), gather._SPEC} <= listed
+    assert {*listed, KernelSpec("gather_rows")} <= set(specs.default_cuda_specs(jit.Target("cuda", 90)))
 
 
 def test_aot_folder_is_looked_at_first(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
