@@ -123,11 +123,11 @@ def test_the_list_has_what_plans_need(spec: KernelSpec, target: str, monkeypatch
     variant = builtin(soft_cap=30.0).spec if options.has_soft_cap else spec.variant
     device = torch.device("cpu" if spec.backend == "cpu" else "cuda:0")
     problems = [Problem(options, 1 << i, contexts=contexts) for i in range(12) for contexts in ContextClass]
-    found = set()
+    is_found = False
     for card in specs.cards_of(jit.Target.parse(target)):
         monkeypatch.setattr(devices, "of", lambda _, card=card: card)
-        found |= {choose.choose(problem, device, variant).spec for problem in problems}
-    assert spec in found
+        is_found = is_found or any(choose.choose(problem, device, variant).spec == spec for problem in problems)
+    assert is_found
 
 
 @pytest.mark.parametrize("page_size", [1, 16], ids=["page 1", "page 16"])
