@@ -79,7 +79,7 @@ SLOW = {
     *("jit/test_compile_failures", "jit/test_jit", "kernels/test_latent_kernel", "project/test_examples"),
     *("engines/test_transformers_latents", "serving/test_latent_engine"),
     *("jit/test_kernel_key", "jit/test_trust", "kernels/test_a_new_kernel", "kernels/test_function_tiles"),
-    *("kernels/test_prefill_kernel", "kernels/test_prefill_sass", "kernels/test_shared_memory", "net/test_bad_inputs"),
+    *("kernels/test_prefill_kernel", "kernels/test_shared_memory", "net/test_bad_inputs"),
     *("net/test_faults", "net/test_faulty_disk", "net/test_fuzz", "net/test_soak", "planner/test_planner_properties"),
     *("planner/test_table_plans", "project/test_bench", "project/test_cli", "project/test_pages"),
     "project/test_selftest",
