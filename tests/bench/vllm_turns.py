@@ -1,0 +1,241 @@
+"""Tokens per second of real vLLM engines by attention backend, in turns: all engines are up at the same time, each in a
+process of its own, and get the same prompts one after the other.
+
+Models have the shapes below and random weights, under which a token depends on what attention found; prompts share
+nothing and are answered greedily. `--check` compares tokens and log-probabilities with those of the first backend,
+`--profile` writes each engine's kernels, and the host's time of a step. Needs an installed vLLM.
+`--small --device cpu` runs tiny models with vLLM for the CPU: it only shows that the program works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import engine_turns
+from engine_turns import LLAMA, Running, Server
+from record import Recorder
+from step_profile import profiled, show_profile
+
+_DEEPSEEK: dict[str, Any] = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "n_routed_experts": 8,  # of no layer
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,  # the 8B's shape with 16 layers
+    "windows": LLAMA | {"sliding_window": 1024, "layer_types": ["full_attention", "sliding_attention"] * 8},
+    # Latent rows: attention and dense layers of DeepSeek-V2-Lite, and of V3.
+    "mla16": _DEEPSEEK
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 8,
+        "first_k_dense_replace": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "intermediate_size": 10944,
+    },
+    "mla128": _DEEPSEEK
+    | {
+        "hidden_size": 7168,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 4,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "intermediate_size": 18432,
+    },
+}
+_SMALL_LATENT = {"hidden_size": 128, "num_hidden_layers": 2, "first_k_dense_replace": 2, "intermediate_size": 256}
+BACKENDS = {"llama": "CUSTOM,FLASH_ATTN", "mla": "CUSTOM,FLASH_ATTN_MLA,FLASHMLA"}
+
+
+def model_of(name: str, is_small: bool) -> dict[str, Any]:
+    found = dict(MODELS[name])
+    if is_small:
+        found |= engine_turns.SMALL_LLAMA
+        if is_latent(name):
+            found |= _SMALL_LATENT | {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64}
+        elif name == "windows":
+            found |= {"layer_types": found["layer_types"][:2], "sliding_window": 32}
+    return found
+
+
+def is_latent(name: str) -> bool:
+    return name.startswith("mla")
+
+
+def options_of(backend: str, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """vLLM's arguments: its usual graphs and torch.compile, no cache of prefixes."""
+    latent = is_latent(chosen.model)
+    found = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32" if chosen.small else "bfloat16",
+        "tensor_parallel_size": chosen.ranks,
+        "max_model_len": 1024 if chosen.small else 40960,
+        "max_num_seqs": 8 if chosen.small else 64,
+        "max_num_batched_tokens": 128 if chosen.small else 8192,
+        "block_size": chosen.block_size or (64 if latent or chosen.small else 16),
+        "kv_cache_dtype": chosen.kv_dtype,
+        "enable_prefix_caching": False,
+        "disable_custom_all_reduce": True,
+        "kv_cache_memory_bytes": (32 << 20) if chosen.small else int(chosen.kv_gib * 2**30),
+        "enforce_eager": chosen.small or chosen.eager,
+    }
+    if chosen.device != "cpu":  # there vLLM has one backend, whose place flashpage takes by FLASHPAGE_VLLM=on
+        found["attention_config"] = {"backend": backend}
+        if latent:
+            prefill = "CUSTOM" if backend == "CUSTOM" else "FLASH_ATTN"
+            found["attention_config"]["mla_prefill_backend"] = prefill
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- in a process
+
+
+def draw_weights(model: Any) -> None:
+    """Random weights, the same for each backend, large enough for attention to decide the next token."""
+    import torch
+
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.dim() < 2:
+            parameter.data.fill_(1.0)
+            continue
+        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+        gain = parameter.shape[-1] ** 0.5 if "embed" in name else 1.4 if "qkv_proj" in name else 1.0
+        for rows in parameter.data.split(4096):
+            drawn = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=torch.float32)
+            rows.copy_(drawn * (gain / parameter.shape[-1] ** 0.5))
+    for module in model.modules():  # latent layers keep factors of their weights
+        if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading"):
+            module.process_weights_after_loading(next(model.parameters()).dtype)
+
+
+def engine_of(options: dict[str, Any]) -> Running:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**options)
+    llm.apply_model(draw_weights)
+
+    def ask(prompts: list[list[int]], new_tokens: int, **more: Any) -> Any:
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **more)
+        given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [answer.outputs[0] for answer in llm.generate(given, params, use_tqdm=False)]
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        return [list(answer.token_ids) for answer in ask(prompts, new_tokens)]
+
+    def check(trace: str) -> list[dict[str, Any]]:
+        """Tokens of some prompts, and the log-probabilities of the best five at each step."""
+        answers = ask([prompt[:1500] for prompt in engine_turns.prompts_of(trace)[:16]], 16, logprobs=5)
+        return [
+            {
+                "tokens": list(answer.token_ids),
+                "logprobs": [{str(token): one.logprob for token, one in step.items()} for step in answer.logprobs],
+            }
+            for answer in answers
+        ]
+
+    def profile(trace: str) -> dict[str, Any]:
+        return profiled(lambda: generate(engine_turns.prompts_of(trace), 48))
+
+    return Running(generate, lambda: None, {"check": check, "profile": profile})
+
+
+# ---------------------------------------------------------------------------------------------------- all of them
+
+
+def differences(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
+    """How two engines' answers differ, as long as their tokens are the same."""
+    found, gaps, equal = [], [], 0
+    for one, two in zip(own, other, strict=True):
+        equal += one["tokens"] == two["tokens"]
+        for step, token in enumerate(one["tokens"]):
+            ours, theirs = one["logprobs"][step], two["logprobs"][step]
+            found += [abs(ours[key] - theirs[key]) for key in ours if key in theirs]
+            if token != two["tokens"][step]:
+                best = sorted(theirs.values(), reverse=True)
+                gaps.append(best[0] - best[1])
+                break
+    text = (
+        f"{equal} of {len(own)} prompts have equal tokens; log-probabilities differ by {statistics.median(found):.4f}"
+    )
+    text += f" in the median and {max(found):.3f} at most"
+    return text + (f"; where tokens differ the best two are {max(gaps):.3f} apart at most" if gaps else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--model", default="llama", choices=MODELS, help="shape (default: %(default)s)")
+    parser.add_argument("--backends", help="vLLM's names (default: CUSTOM, which is flashpage, and vLLM's for Hopper)")
+    parser.add_argument("--traces", default="1k,6k", help=f"of {', '.join(engine_turns.TRACES)} (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=4, help="turns that are counted (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="cards of each engine (default: %(default)s)")
+    parser.add_argument("--kv-gib", type=float, default=16, help="memory of each cache (default: %(default)s)")
+    parser.add_argument("--kv-dtype", default="auto", help="of the cache: auto, fp8, fp8_e5m2 (default: %(default)s)")
+    parser.add_argument("--block-size", type=int, help="tokens of a block (default: 16; 64 for latent rows)")
+    parser.add_argument("--eager", action="store_true", help="no graphs and no torch.compile")
+    parser.add_argument("--check", action="store_true", help="compare tokens and log-probabilities first")
+    parser.add_argument("--profile", metavar="FILE", help="append kernels and host times of one run of each trace")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
+    chosen = parser.parse_args()
+    if chosen.serve is not None:
+        engine_turns.serve(lambda: engine_of(json.loads(chosen.serve)))
+        return
+    if importlib.util.find_spec("vllm") is None:
+        print("skipped: vLLM is not installed")
+        return
+    names = (chosen.backends or BACKENDS["mla" if is_latent(chosen.model) else "llama"]).split(",")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "config.json").write_text(json.dumps(model_of(chosen.model, chosen.small)))
+        servers = {}
+        for name in names:
+            variables = {"FLASHPAGE_VLLM": "on" if chosen.device == "cpu" and name == "CUSTOM" else "off"}
+            if chosen.ranks == 1:
+                variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that a profile sees the kernels
+            variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the weights are drawn by a function that is sent
+            servers[name] = Server(options_of(name, folder, chosen), folder / f"{name}.log", variables)
+        for server in servers.values():
+            server.answer()
+        run(servers, ["tiny"] if chosen.small else chosen.traces.split(","), chosen)
+
+
+def run(servers: dict[str, Server], traces: list[str], chosen: argparse.Namespace) -> None:
+    recorder = Recorder(chosen.json)
+    if chosen.check:
+        answers = {name: server.ask("check", traces[0]) for name, server in servers.items()}
+        first, *others = answers
+        for name in others:
+            print(f"{first} and {name}: {differences(answers[first], answers[name])}", flush=True)
+    for trace in traces:
+        figures = engine_turns.measure(servers, trace, chosen.repeats)
+        case = f"{chosen.model}, {engine_turns.case_of(trace)}"
+        recorder.add("vllm", case, figures=figures, ranks=chosen.ranks)
+        engine_turns.show(case, figures)
+        if chosen.profile:
+            for name, server in servers.items():
+                show_profile(f"{case}: {name}", server.ask("profile", trace), Path(chosen.profile))
+    for server in servers.values():
+        server.end()
+
+
+if __name__ == "__main__":
+    main()
