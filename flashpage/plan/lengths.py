@@ -42,6 +42,11 @@ class Names(NamedTuple):
     indices: str = ""
 
 
+def starts_of(counts: torch.Tensor) -> torch.Tensor:
+    """Where each of some parts in a row begins, and where the last one ends."""
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+
 def to_host(lengths: Lengths) -> Lengths:
     """These lengths on the host. Those on a device come back in one copy, which waits for the device."""
     return Lengths(*all_to_host(lengths))

@@ -94,6 +94,7 @@ def options_of(backend: str, folder: Path, chosen: argparse.Namespace) -> dict[s
         "enable_prefix_caching": False,
         "disable_custom_all_reduce": True,
         "kv_cache_memory_bytes": (32 << 20) if chosen.small else int(chosen.kv_gib * 2**30),
+        "gpu_memory_utilization": 0.2,  # of a card's memory, which must be free; the cache has its size above
         "enforce_eager": chosen.small or chosen.eager,
     }
     if chosen.device != "cpu":  # there vLLM has one backend, whose place flashpage takes by FLASHPAGE_VLLM=on
@@ -212,6 +213,7 @@ def main() -> None:
             if chosen.ranks == 1:
                 variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that a profile sees the kernels
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the weights are drawn by a function that is sent
+            variables["VLLM_CACHE_ROOT"] = str(folder / f"{name}-cache")  # they compile at the same time
             servers[name] = Server(options_of(name, folder, chosen), folder / f"{name}.log", variables)
         for server in servers.values():
             server.answer()

@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 import torch
 
+from ... import jit
+from ...kernels.options import Options, RunOptions
+from ...kernels.spec import KernelSpec
 from ...plan.lengths import Lengths
 from ...plan.page_indices import NO_PAGES
 from ...wrappers.base import RAGGED, Attention
-from ...wrappers.plan_arguments import Checked, PrefillArguments
+from ...wrappers.plan_arguments import PrefillArguments
 from .group_plans import Workspaces
+from .prebuild import attention_kernels
 
 OWN_TOKENS = -1  # in place of the number of a chunk
 _WORKSPACE_BYTES = {"cuda": 128 << 20, "cpu": 16 << 20}
@@ -26,8 +30,19 @@ class ExpandedTensors(NamedTuple):
     output: torch.Tensor | None = None  # [rows, num_heads, dim of V], written; None: allocated
 
 
+class _Kind(NamedTuple):
+    """What needs a plan of its own. Layers of one kind share theirs, whatever their scales."""
+
+    chunk: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dim_v: int
+    dtype: torch.dtype
+
+
 class ExpandedRows:
-    """The step's new tokens have one plan, each chunk of earlier tokens one of its own; layers share them.
+    """The step's new tokens have one plan, each chunk of earlier tokens one of its own.
 
     Args:
         owner: the engine, for messages.
@@ -35,9 +50,22 @@ class ExpandedRows:
 
     def __init__(self, workspaces: Workspaces, owner: str) -> None:
         self._workspaces, self._owner = workspaces, owner
-        self._checked = {is_causal: Checked() for is_causal in (False, True)}
-        self._attentions: dict[int, Attention] = {}  # by chunk
-        self._planned: set[int] = set()  # in this step
+        self._attentions: dict[_Kind, Attention] = {}
+        self._planned: set[_Kind] = set()  # in this step
+        self._options: dict[tuple[_Kind, float], tuple[Options, RunOptions]] = {}
+
+    def prebuild(self, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """Builds the kernels, so that no prompt waits for a compiler.
+
+        Args:
+            heads: query heads and KV heads.
+            dims: head dim of Q and K, and of V.
+        """
+        specs: dict[KernelSpec, None] = {}
+        for chunk in (OWN_TOKENS, 0):
+            options, _ = self._checked(_Kind(chunk, *heads, *dims, dtype), 1.0)
+            specs |= dict.fromkeys(attention_kernels(options, device))
+        jit.prebuild(specs, device)
 
     def begin(self) -> None:
         """Begins a step."""
@@ -55,24 +83,30 @@ class ExpandedRows:
 
         Args:
             chunk: number of a chunk, all of whose tokens each row sees; OWN_TOKENS: the step's own tokens, causal.
-            starts: where the rows and the tokens of each request begin, [requests + 1] each.
+            starts: where the rows and the tokens of each request begin, [requests + 1] int32 each, on the host.
         """
         q, k, v, out = tensors
-        is_causal = chunk == OWN_TOKENS
-        attention = self._attentions.get(chunk)
+        kind = _Kind(chunk, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype)
+        options, values = self._checked(kind, scale)
+        attention = self._attentions.get(kind)
         if attention is None:
             workspace = self._workspaces.at_least(_WORKSPACE_BYTES[q.device.type], q.device)
             owner = f"flashpage's {self._owner} backend"
-            attention = self._attentions[chunk] = Attention(workspace, names=RAGGED, owner=owner)
-        if chunk not in self._planned:
-            arguments = PrefillArguments(
-                *("ragged", q.shape[1], k.shape[1], q.shape[2], 0, v.shape[2]),
-                causal=is_causal,
-                sm_scale=scale,
-                q_data_type=q.dtype,
-            )
-            checked = self._checked[is_causal].of(arguments)
-            attention.plan(Lengths(*(indptr.to("cpu", torch.int32) for indptr in starts)), NO_PAGES, *checked)
-            self._planned.add(chunk)
-        found = attention.run_of("basee")(q, (k, v), out, None, has_lse)
+            attention = self._attentions[kind] = Attention(workspace, names=RAGGED, owner=owner)
+        if kind not in self._planned:
+            attention.plan(Lengths(*starts), NO_PAGES, options, values)
+            self._planned.add(kind)
+        found = attention.run_of("basee")(q, (k, v), out, None, has_lse, values)
         return (found[0], found[1]) if has_lse else (found, None)
+
+    def _checked(self, kind: _Kind, scale: float) -> tuple[Options, RunOptions]:
+        found = self._options.get((kind, scale))
+        if found is None:
+            arguments = PrefillArguments(
+                *("ragged", kind.num_heads, kind.num_kv_heads, kind.head_dim, 0, kind.dim_v),
+                causal=kind.chunk == OWN_TOKENS,
+                sm_scale=scale,
+                q_data_type=kind.dtype,
+            )
+            found = self._options[kind, scale] = arguments.checked()
+        return found

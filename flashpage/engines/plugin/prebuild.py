@@ -22,13 +22,13 @@ def prebuild(plans: GroupPlans, uses: tuple[Use, ...]) -> None:
     specs: dict[KernelSpec, None] = {}
     for use in uses:
         for options in plans.all_options(use):
-            specs |= dict.fromkeys(_attention(options, plans.device))
+            specs |= dict.fromkeys(attention_kernels(options, plans.device))
     if plans.device.type == "cuda":
         specs |= dict.fromkeys(_helpers(plans))
     jit.prebuild(specs, plans.device)
 
 
-def _attention(options: Options, device: torch.device) -> list[KernelSpec]:
+def attention_kernels(options: Options, device: torch.device) -> list[KernelSpec]:
     """The kernels for all numbers of rows, a power of two each, and for contexts of any length, with those that find
     their tiles before them and that merge after them on a card."""
     variant = trace(options, 1.0, device).spec

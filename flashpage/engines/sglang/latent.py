@@ -13,13 +13,14 @@ import torch
 from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 from sglang.srt.models.deepseek_common import utils
 
+from ...plan.lengths import starts_of
 from ...run.checks import NO_SCALES
 from ..plugin.expanded_rows import OWN_TOKENS, ExpandedRows, ExpandedTensors
 from ..plugin.parts import LayerTensors
 from .backend import FlashpageBackend
 from .groups import Group, Tokens
 from .name import NAME
-from .planner import NO_BRANCHES, Branches, starts_of
+from .planner import NO_BRANCHES, Branches
 from .support import check_layer
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...plan.lengths import starts_of
 from ..plugin.group_plans import GroupPlans, GroupSizes, TableRows, Use, Workspaces
 from ..plugin.latent_plans import LatentPlans
 from ..plugin.layers import LayerOptions
@@ -160,10 +161,6 @@ class GroupPlanner:
         if rows.on_host is not None:
             return starts_of(rows.on_host[0]).to(device, non_blocking=True)
         return _steps_of(rows.each, len(rows.seq_lens), device)
-
-
-def starts_of(counts: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _steps_of(step: int, count: int, device: torch.device) -> torch.Tensor:

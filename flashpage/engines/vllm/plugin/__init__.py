@@ -1,8 +1,8 @@
 """flashpage as vLLM's attention: `register` is an entry point of the group `vllm.general_plugins`.
 
-`vllm serve MODEL --attention-backend CUSTOM` chooses it. With FLASHPAGE_VLLM=on it also takes the places of FLASH_ATTN
-and FLASHINFER, which vLLM chooses by itself, and of CPU_ATTN on the CPU; for latent rows (MLA) those of FLASH_ATTN_MLA,
-FLASHMLA and CPU_MLA.
+`vllm serve MODEL --attention-backend CUSTOM` chooses it, for models with latent rows (MLA) too, whose prompts have a
+choice of their own. With FLASHPAGE_VLLM=on it also takes the places of FLASH_ATTN and FLASHINFER, which vLLM chooses by
+itself, and of CPU_ATTN on the CPU; for latent rows those of FLASH_ATTN_MLA, FLASHMLA and CPU_MLA.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     module = f"{__name__}.backend"
-    register_backend(AttentionBackendEnum.CUSTOM, f"{module}.FlashpageBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.chosen.Chosen")
     if env.is_on("FLASHPAGE_VLLM"):
         for name, own in _CLASSES.items():
             register_backend(AttentionBackendEnum[name], f"{module}.{own}")

@@ -1,5 +1,5 @@
 """flashpage for vLLM's layers with latent rows (MLA), on vLLM's MLACommon classes: decode here, prompts in
-latent_prefill.py."""
+latent_prefill.py. Rows are of 16 bits or, with one scale, e4m3."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from ...plugin.group_plans import Workspaces
 from ...plugin.latent_plans import LatentPlans
 from ...plugin.layers import LayerOptions
 from ...plugin.parts import LayerTensors
+from .. import cache_layout
 from . import support
 from .builder import FlashpageBuilder
+from .latent_prefill import FlashpagePrefill
 from .planner import GroupPlanner
 from .step import Step
 
@@ -55,6 +57,13 @@ class FlashpageMLABuilder(MLACommonMetadataBuilder):
         ckv = self._impls[0].kv_lora_rank
         self._planner = GroupPlanner(LatentPlans(ckv, options, sizes, device, Workspaces.of(vllm_config)))
         self._planner.prebuild()
+        if isinstance(self._prefill_backend, FlashpagePrefill):
+            self._prefill_backend.prebuild(device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        if isinstance(self._prefill_backend, FlashpagePrefill):
+            self._prefill_backend.take_starts(common_attn_metadata.query_start_loc_cpu)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _build_decode(
         self,
@@ -116,6 +125,7 @@ class FlashpageMLAImpl(MLACommonImpl):
                 "choose another attention backend, or --decode-context-parallel-size 1."
             )
         self.supports_quant_query_input = False
+        self._is_fp8 = kv_cache_dtype in cache_layout.FP8
         self.options = LayerOptions((num_heads, 1, head_size), scale)
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
@@ -123,7 +133,8 @@ class FlashpageMLAImpl(MLACommonImpl):
         q = torch.cat(q, -1) if isinstance(q, tuple) else q
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank)
         cache: Any = kv_c_and_k_pe_cache  # one tensor, as K and V are one row
-        tensors = LayerTensors(q, None, None, cache, out, NO_SCALES, None)
+        scales = (None, layer._k_scale_float, layer._k_scale_float) if self._is_fp8 else NO_SCALES
+        tensors = LayerTensors(q, None, None, cache, out, scales, None)
         for part in attn_metadata.decode.step.parts:
             part.run(self.options, tensors)
         return out, None
@@ -141,23 +152,33 @@ class FlashpageMLAImpl(MLACommonImpl):
         if not kv_cache.is_cpu:
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
         elif kv_cache.numel():
-            _write(kv_c_normed, k_pe.flatten(1), kv_cache, slot_mapping.flatten())
+            scale = None
+            if self._is_fp8:
+                kv_cache, scale = kv_cache.view(cache_layout.FP8[kv_cache_dtype]), k_scale
+            _write(kv_c_normed, k_pe.flatten(1), kv_cache, slot_mapping.flatten(), scale)
 
 
-def _write(latents: torch.Tensor, rotated: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+def _write(
+    latents: torch.Tensor,
+    rotated: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    scale: torch.Tensor | None = None,  # of an fp8 cache
+) -> None:
     """Writes rows to slots of the CPU's cache; slots of -1 are padding."""
     ckv, count, blocks = latents.shape[1], len(slots), cache.shape[0]
     places = torch.where(slots >= 0, 0, -1).int(), slots.int()
     every_page = torch.arange(blocks, dtype=torch.int32), torch.tensor([0, blocks], dtype=torch.int32)
     last_page_len = torch.tensor([cache.shape[1]], dtype=torch.int32)
     caches = cache[..., :ckv], cache[..., ckv:]
-    append_paged_mla_kv_cache(latents[:count], rotated[:count], *places, *caches, *every_page, last_page_len)
+    given = (latents[:count], rotated[:count], *places, *caches, *every_page, last_page_len)
+    append_paged_mla_kv_cache(*given, ckv_scale=scale, kpe_scale=scale)
 
 
 class FlashpageMLABackend(support.Answers, MLACommonBackend):
     """flashpage in the places of the classes below."""
 
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
     has_latent_rows = True
 
     @staticmethod

@@ -1,0 +1,22 @@
+"""The class of the one name that vLLM has for a plugin's backend, CUSTOM: vLLM asks for it whenever it chooses the
+backend of a layer, and the model's configuration says whether its layers have latent rows (MLA)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """`Chosen`, by which the plugin registers."""
+    if name != "Chosen":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.model_config is not None and config.model_config.use_mla:
+        from .latent import FlashpageMLABackend
+
+        return FlashpageMLABackend
+    from .backend import FlashpageBackend
+
+    return FlashpageBackend
