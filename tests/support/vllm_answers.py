@@ -76,6 +76,10 @@ def check_answers() -> None:
     for changes, reason in REFUSED:
         found = backend.validate_configuration(**USUAL | changes)
         assert any(reason in text for text in found), (changes, found)
+    for ranks_of_contexts, count in ((2, 1), (1, 0)):
+        with vllm_latent.configured(context_ranks=ranks_of_contexts):
+            assert len(backend.validate_configuration(**USUAL | {"has_sliding_window": True})) == count
+            assert backend.validate_configuration(**USUAL) == []
 
 
 # ---------------------------------------------------------------- the builder
@@ -135,6 +139,15 @@ def check_builder() -> None:
             close(run(step, scene.form.layer(), scene.tensors()), scene.expected())
 
 
+def check_canvas() -> None:
+    """Steps of a diffusion model's canvases get the plan that captured ones read; some see both sides."""
+    given = config("FULL_AND_PIECEWISE", diffusion_config=SimpleNamespace(canvas_length=4))
+    scene = Scene(Form(), [4, 4], [9, 30], "cpu")
+    builder = builder_of(scene, given)
+    builder.build_for_cudagraph_capture(common_of(scene).replace(causal=torch.tensor([True, False])))
+    assert set(builder._planner.plans._attentions) == {Use.TREE_IN_GRAPH}
+
+
 def check_ranks() -> None:
     """With context parallelism only uniform batches are captured, of drafts too."""
     for drafts in (0, 2):
@@ -173,6 +186,7 @@ if __name__ == "__main__":
     check_collectives()
     check_answers()
     check_builder()
+    check_canvas()
     check_ranks()
     check_another_block_table()
     vllm_latent.check()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -110,12 +112,21 @@ def check_prompts() -> None:
             close(found[1].T, torch.cat([state.lse for state in states]) * math.log(2))
 
 
+@contextlib.contextmanager
+def configured(use_mla: bool = False, context_ranks: int = 1) -> Iterator[None]:
+    """As while vLLM makes a model of such a configuration."""
+    parallel = SimpleNamespace(decode_context_parallel_size=context_ranks)
+    config = SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla), parallel_config=parallel)
+    with mock.patch("vllm.config.vllm._current_vllm_config", config):
+        yield
+
+
 def check_names() -> None:
     """CUSTOM is a class for the model's layers. With FLASHPAGE_VLLM=on vLLM's own choices are flashpage."""
     register()
-    for use_mla, name in ((True, "FlashpageMLABackend"), (False, "FlashpageBackend"), (None, "FlashpageBackend")):
-        config = None if use_mla is None else SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla))
-        with mock.patch("vllm.config.get_current_vllm_config_or_none", lambda config=config: config):
+    assert AttentionBackendEnum.CUSTOM.get_class().__name__ == "FlashpageBackend"
+    for use_mla, name in ((True, "FlashpageMLABackend"), (False, "FlashpageBackend")):
+        with configured(use_mla=use_mla):
             chosen = AttentionBackendEnum.CUSTOM.get_class()
         assert (chosen.__name__, chosen.get_name()) == (name, "CUSTOM")
     os.environ["FLASHPAGE_VLLM"] = "on"
@@ -144,6 +155,9 @@ def check_answers() -> None:
     for changes, reason in refused:
         found = latent.FlashpageMLABackend.validate_configuration(**usual | changes)
         assert any(reason in text for text in found), (changes, found)
+    with configured(use_mla=True, context_ranks=2):
+        (found,) = latent.FlashpageMLABackend.validate_configuration(**usual)
+    assert "no decode context parallelism" in found
 
 
 def check() -> None:

@@ -69,6 +69,15 @@ class FlashpageBackend(support.Answers, AttentionBackend):
         return True
 
     @classmethod
+    def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
+        reasons = super().validate_configuration(*args, **given)
+        if given.get("has_sliding_window") and support.context_ranks() > 1:
+            reasons.append(
+                "flashpage: no sliding window with decode context parallelism, as a rank's tokens are not consecutive"
+            )
+        return reasons
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         return True
 

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from ...plugin.group_plans import SPLIT_TOKENS, GroupPlans, GroupSizes, Workspaces
 from . import cascade, fusion
 from .cache import element_type
-from .causal_flags import flags_of
+from .causal_flags import canvas_of, flags_of
 from .planner import GroupPlanner
 from .ranks import ranks_of
 from .step import Step
@@ -52,7 +52,8 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         captured = (compilation.max_cudagraph_capture_size or 0) if mode.has_full_cudagraphs() else 0
         is_uniform = self.get_cudagraph_support(config, spec) is AttentionCGSupport.UNIFORM_BATCH
         captures_all = captured > 0 and mode.mixed_mode().name == "FULL" and not is_uniform
-        few_rows = self.reorder_batch_threshold or 1
+        canvas = canvas_of(config)
+        few_rows = max(self.reorder_batch_threshold or 1, canvas + 1 if canvas else 1)  # captured ones have so many
         has_rows = few_rows > 1 or captures_all
         kv_dtype = element_type(impl.kv_cache_dtype, model.dtype)
         assert kv_dtype is not None, impl.kv_cache_dtype
@@ -67,7 +68,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
             graph_requests=0 if has_rows else captured,
             graph_rows=captured if has_rows else 0,
             captures_all=captures_all,
-            has_exact_lengths=config.speculative_config is None,
+            has_exact_lengths=config.speculative_config is None and not canvas,
             split_tokens=SPLIT_TOKENS if envs.VLLM_BATCH_INVARIANT else 0,
             has_rotation=fusion.is_chosen(config),
         )

@@ -119,11 +119,6 @@ class FlashpageMLAImpl(MLACommonImpl):
                 "flashpage has no ALiBi, windows, soft caps or encoders over latent rows. "
                 "Choose another attention backend."
             )
-        if self.dcp_world_size > 1:
-            raise NotImplementedError(
-                "flashpage has no decode context parallelism over latent rows: "
-                "choose another attention backend, or --decode-context-parallel-size 1."
-            )
         self.supports_quant_query_input = False
         self._is_fp8 = kv_cache_dtype in cache_layout.FP8
         self.options = LayerOptions((num_heads, 1, head_size), scale)
@@ -188,6 +183,13 @@ class FlashpageMLABackend(support.Answers, MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type[Any]:
         return FlashpageMLABuilder
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
+        reasons = super().validate_configuration(*args, **given)
+        if support.context_ranks() > 1:
+            reasons.append("flashpage: no decode context parallelism over latent rows")
+        return reasons
 
     @classmethod
     def refusal(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 
 from ...plugin.refusal import latent_refusal as latent_refusal_of
 from ...plugin.refusal import refusal as refusal_of
@@ -75,6 +76,12 @@ class Answers:
     ) -> str | None:
         """The reason why no kernel takes such layers; `block_size` None: vLLM has not chosen one yet."""
         raise NotImplementedError
+
+
+def context_ranks() -> int:
+    """Ranks of decode context parallelism, of the configuration that vLLM chooses backends for."""
+    config = get_current_vllm_config_or_none()
+    return 1 if config is None else config.parallel_config.decode_context_parallel_size
 
 
 def stride_order(layout: str, has_layers: bool) -> tuple[int, ...]:
