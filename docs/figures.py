@@ -29,6 +29,7 @@ TITLES = {  # sections in the order of the page
     "energy": "Energy of long prompts",
     "host": "Host time of plan and run",
     "sglang": "SGLang, tokens per second by attention backend",
+    "vllm": "vLLM, tokens per second by attention backend",
 }
 UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
 NAMES = {
@@ -139,7 +140,12 @@ def engine_table(lines: list[Line]) -> str:
     return f"{words} Ratios are flashpage's rate to that of the best other backend.\n\n{table(header, rows)}"
 
 
-TABLES = {"energy": energy_table, "host": host_table, "sglang": engine_table}  # of other sections: card_table
+TABLES = {  # of other sections: card_table
+    "energy": energy_table,
+    "host": host_table,
+    "sglang": engine_table,
+    "vllm": engine_table,
+}
 
 
 def page(lines: list[Line]) -> str:

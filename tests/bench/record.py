@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from run import commit, machine
 
-VERSIONS = ("torch", "flashinfer-python", "flash-attn-3", "sgl-flash-mla", "nvidia-cudnn-cu13", "sglang")
+VERSIONS = ("torch", "flashinfer-python", "flash-attn-3", "sgl-flash-mla", "nvidia-cudnn-cu13", "sglang", "vllm")
 
 
 def versions() -> dict[str, str]:

@@ -43,7 +43,8 @@ BENCHMARKS = {
     "engine": Benchmark(("engine.py",), "tokens per second of the engine, by attention", needs_gpu=True),
     "parallel": Benchmark(("parallel.py",), "a context spread over two cards, against one card", needs_gpu=True),
     "sglang": Benchmark(("sglang_turns.py",), "SGLang engines in turns, by attention backend", needs_gpu=True),
-    "vllm": Benchmark(("vllm_bench.py",), "vLLM's operators, against its own kernels with --peer", needs_gpu=True),
+    "vllm": Benchmark(("vllm_turns.py",), "vLLM engines in turns, by attention backend", needs_gpu=True),
+    "vllm-operators": Benchmark(("vllm_bench.py",), "vLLM's operators, next to its own by --peer", needs_gpu=True),
     "torch": Benchmark(("torch_attention_bench.py",), "PyTorch's attention functions, by kernels", needs_gpu=True),
     "variants": Benchmark(("variants_bench.py",), "variants against built-ins, options against none", needs_gpu=True),
 }
@@ -76,7 +77,7 @@ def main() -> int:
         return 2
     if arguments.list:
         for name, benchmark in BENCHMARKS.items():
-            print(f"{name:<12} {benchmark.summary}{' (needs a GPU)' if benchmark.needs_gpu else ''}")
+            print(f"{name:<14} {benchmark.summary}{' (needs a GPU)' if benchmark.needs_gpu else ''}")
         return 0
     print(f"{machine()}\n{time.strftime('%Y-%m-%d')}, commit {commit()}")
     failed = 0

@@ -29,6 +29,7 @@ PROGRAMS = [  # program and arguments, and a line that it prints
     (("sweep.py", "--only", "1.036", "--json", os.devnull, *SMALL), "1.036 decode"),
     (("cascade.py", "--only", "64 requests, 8k", *SMALL), "| 64 requests, 8k shared, 1k own | flashpage |"),
     (("sglang_turns.py", "--small", "--device", "cpu"), "skipped: SGLang is not installed"),
+    (("vllm_turns.py", "--small", "--device", "cpu"), "skipped: vLLM is not installed"),
     (("plan_arithmetic.py", "--rounds", "1", "--largest", "0"), "| prefill, 1,024 rows | 64 |"),
     (("small_pages.py", "--only", "4 x 4k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 4k |"),
     (("cluster.py", "--only", "4 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 1k |"),
