@@ -12,6 +12,7 @@ from ...plugin.group_plans import SPLIT_TOKENS, GroupPlans, GroupSizes, Workspac
 from . import cascade, fusion
 from .cache import element_type
 from .causal_flags import canvas_of, flags_of
+from .plan_streams import PlanStreams
 from .planner import GroupPlanner
 from .ranks import ranks_of
 from .step import Step
@@ -36,7 +37,8 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         options, sizes = [impl.options for impl in self._impls], self._sizes()
         flags = flags_of(vllm_config, options, sizes.max_requests, device)
         plans = GroupPlans(options, sizes, device, workspaces, mask=None if flags is None else flags.variant)
-        self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config), flags)
+        streams = PlanStreams.of(vllm_config, device)
+        self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config), flags, streams)
         self._planner.prebuild()
 
     @classmethod

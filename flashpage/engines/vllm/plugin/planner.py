@@ -28,6 +28,7 @@ from ...plugin.parts import PagedRows, Part, RaggedRows
 from ...plugin.prebuild import prebuild
 from . import cascade, context_parallel
 from .causal_flags import CausalFlags
+from .plan_streams import PlanStreams
 from .step import Step
 
 
@@ -35,8 +36,13 @@ class GroupPlanner:
     """Makes the plans of a group; each step replaces the plans of the step before."""
 
     def __init__(
-        self, plans: GroupPlans, ranks: context_parallel.Ranks | None = None, flags: CausalFlags | None = None
+        self,
+        plans: GroupPlans,
+        ranks: context_parallel.Ranks | None = None,
+        flags: CausalFlags | None = None,
+        streams: PlanStreams | None = None,
     ) -> None:
+        self._streams, self._number = streams, 0 if streams is None else streams.add()
         self.plans, self.sizes, self.device, self._flags = plans, plans.sizes, plans.device, flags
         self._context = None if ranks is None else context_parallel.ContextPlans(plans, ranks)
         windows = [layer.values[0].window_left + 1 for layer in plans.layers if layer.values[0].window_left >= 0]
@@ -53,7 +59,11 @@ class GroupPlanner:
 
     def plan(self, common: Any, common_prefix_len: int = 0) -> Step:
         """Plans a step. `common_prefix_len`: tokens that all requests share, a multiple of the page size."""
-        parts, plan_again = self._parts(common, common_prefix_len)
+        if self._streams is None:
+            parts, plan_again = self._parts(common, common_prefix_len)
+        else:
+            make = functools.partial(self._parts, common, common_prefix_len)
+            parts, plan_again = self._streams.plan(self._number, make)
         return Step(common.num_actual_tokens, common.slot_mapping, parts, common, plan_again)
 
     def _parts(self, common: Any, common_prefix_len: int) -> tuple[tuple[Part, ...], Callable[[], object] | None]:
