@@ -11,26 +11,50 @@ from typing import Any
 
 import torch
 
+_STEPS = 24  # that only decode
 
-def profiled(run: Any) -> dict[str, Any]:
-    """Kernels of the later half of a run, in which all requests decode, and the host's time of plans and steps; those
-    of an engine in this process alone."""
-    from vllm.v1.attention.backend import AttentionMetadataBuilder
 
+def profiled(llm: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
+    """Kernels of the steps with prompts, and of some that only decode, with the host's time of plans and steps; of an
+    engine in this process alone."""
     times: dict[str, list[float]] = {}
-    found = gc.get_objects()
-    calls = [(one, "build") for one in found if isinstance(one, AttentionMetadataBuilder)]
-    calls += [(one, "execute_model") for one in found if type(one).__name__ == "GPUModelRunner"]
+    calls = _calls()
     for owner, name in calls:
         _time(owner, name, times)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
+    engine, started, steps, found = llm.llm_engine, set[str](), 0, {}
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    profiler = _started()
+    while engine.has_unfinished_requests() and steps < _STEPS:
+        answers = engine.step()
+        steps += len(started) == len(prompts)
+        started |= {answer.request_id for answer in answers if answer.outputs[0].token_ids}
+        if len(started) == len(prompts) and "prompts" not in found:
+            found["prompts"] = _kernels(profiler, times)
+            profiler = _started()
+    found["decodes"] = _kernels(profiler, times)
+    engine.abort_request(list(map(str, range(len(prompts)))))
+    while engine.has_unfinished_requests():
+        engine.step()
     for owner, name in calls:
         delattr(owner, name)
-    events = [one for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
-    host = {key: [len(seconds), round(statistics.median(seconds) * 1e6, 1)] for key, seconds in times.items()}
-    return _kernels(events) | {"host_us": host}
+    return found
+
+
+def _calls() -> list[tuple[Any, str]]:
+    """The objects and methods whose time is noted."""
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+    found = [one for one in gc.get_objects() if type(one).__module__.startswith(("vllm", "flashpage"))]
+    calls = [(one, "build") for one in found if issubclass(type(one), AttentionMetadataBuilder)]
+    return calls + [(one, "execute_model") for one in found if type(one).__name__ == "GPUModelRunner"]
+
+
+def _started() -> Any:
+    torch.cuda.synchronize()
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    profiler.start()
+    return profiler
 
 
 def _time(owner: Any, name: str, times: dict[str, list[float]]) -> None:
@@ -46,30 +70,35 @@ def _time(owner: Any, name: str, times: dict[str, list[float]]) -> None:
     setattr(owner, name, timed)
 
 
-def _kernels(events: list[Any]) -> dict[str, Any]:
-    """The time of the later half of a run, and of its kernels by their names."""
+def _kernels(profiler: Any, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Ends a profile: the time of its kernels by their names, and the host's times since the last one."""
+    torch.cuda.synchronize()
+    profiler.stop()
+    events = [one for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda one: one.time_range.start)
-    begin, end = events[0].time_range.start, max(one.time_range.end for one in events)
-    late = [one for one in events if one.time_range.start > (begin + end) / 2]
-    busy, until = 0.0, 0.0
-    counts: Counter[str] = Counter()
-    spent: Counter[str] = Counter()
-    for one in late:
+    busy, until = 0.0, events[0].time_range.start
+    begin, counts, spent = until, Counter[str](), Counter[str]()
+    for one in events:
         start, stop = one.time_range.start, one.time_range.end
         busy += max(0.0, stop - max(until, start))
         until = max(until, stop)
         counts[one.name] += 1
         spent[one.name] += stop - start
-    return {
-        "span_us": until - late[0].time_range.start,
-        "busy_us": busy,
-        "kernels": [[name, counts[name], round(us, 1)] for name, us in spent.most_common(40)],
-    }
+    host = {key: [len(seconds), round(statistics.median(seconds) * 1e6, 1)] for key, seconds in times.items()}
+    times.clear()
+    kernels = [[name, counts[name], round(us, 1)] for name, us in spent.most_common(40)]
+    return {"span_us": until - begin, "busy_us": busy, "kernels": kernels, "host_us": host}
 
 
-def show_profile(name: str, found: dict[str, Any], path: Path) -> None:
-    lines = [f"{name}: span {found['span_us']:,.0f} us, busy {found['busy_us']:,.0f} us"]
-    lines += [f"  host {key}: {count} calls, {us} us in the median" for key, (count, us) in found["host_us"].items()]
-    lines += [f"  {us:12,.1f} us {count:6d} {us / count:8.1f} each  {name}" for name, count, us in found["kernels"]]
+def show_profile(name: str, phases: dict[str, Any], path: Path) -> None:
+    lines = []
+    for phase, found in phases.items():
+        lines.append(f"{name}, {phase}: span {found['span_us']:,.0f} us, busy {found['busy_us']:,.0f} us")
+        lines += [
+            f"  host {key}: {count} calls, {us} us in the median" for key, (count, us) in found["host_us"].items()
+        ]
+        lines += [
+            f"  {us:12,.1f} us {count:6d} {us / count:8.1f} each  {kernel}" for kernel, count, us in found["kernels"]
+        ]
     with path.open("a") as file:
         file.write("\n".join(lines) + "\n")

@@ -152,7 +152,8 @@ def engine_of(options: dict[str, Any]) -> Running:
         ]
 
     def profile(trace: str) -> dict[str, Any]:
-        return profiled(lambda: generate(engine_turns.prompts_of(trace), 48))
+        params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
+        return profiled(llm, engine_turns.prompts_of(trace), params)
 
     return Running(generate, lambda: None, {"check": check, "profile": profile})
 
