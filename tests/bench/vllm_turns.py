@@ -14,11 +14,11 @@ import importlib.util
 import json
 import statistics
 import tempfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import engine_turns
+from drawn_weights import draw_weights
 from engine_turns import LLAMA, Running, Server
 from record import Recorder
 from step_profile import profiled, show_profile
@@ -108,24 +108,6 @@ def options_of(backend: str, folder: Path, chosen: argparse.Namespace) -> dict[s
 # ---------------------------------------------------------------------------------------------------- in a process
 
 
-def draw_weights(model: Any) -> None:
-    """Random weights, the same for each backend, large enough for attention to decide the next token."""
-    import torch
-
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.dim() < 2:
-            parameter.data.fill_(1.0)
-            continue
-        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-        gain = parameter.shape[-1] ** 0.5 if "embed" in name else 1.4 if "qkv_proj" in name else 1.0
-        for rows in parameter.data.split(4096):
-            drawn = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=torch.float32)
-            rows.copy_(drawn * (gain / parameter.shape[-1] ** 0.5))
-    for module in model.modules():  # latent layers keep factors of their weights
-        if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading"):
-            module.process_weights_after_loading(next(model.parameters()).dtype)
-
-
 def engine_of(options: dict[str, Any]) -> Running:
     from vllm import LLM, SamplingParams
 
@@ -193,7 +175,11 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, help="tokens of a block (default: 16; 64 for latent rows)")
     parser.add_argument("--eager", action="store_true", help="no graphs and no torch.compile")
     parser.add_argument("--check", action="store_true", help="compare tokens and log-probabilities first")
-    parser.add_argument("--profile", metavar="FILE", help="append kernels and host times of one run of each trace")
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="append kernels and host times of some steps; one rank; an engine is then one process, and slower",
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model")
     parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
@@ -211,8 +197,8 @@ def main() -> None:
         servers = {}
         for name in names:
             variables = {"FLASHPAGE_VLLM": "on" if chosen.device == "cpu" and name == "CUSTOM" else "off"}
-            if chosen.ranks == 1:
-                variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that a profile sees the kernels
+            if chosen.profile:
+                variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that this process sees the kernels
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the weights are drawn by a function that is sent
             variables["VLLM_CACHE_ROOT"] = str(folder / f"{name}-cache")  # they compile at the same time
             servers[name] = Server(options_of(name, folder, chosen), folder / f"{name}.log", variables)
