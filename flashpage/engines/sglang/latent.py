@@ -16,6 +16,7 @@ from sglang.srt.models.deepseek_common import utils
 from ...plan.lengths import starts_of
 from ...run.checks import NO_SCALES
 from ..plugin.expanded_rows import OWN_TOKENS, ExpandedRows, ExpandedTensors
+from ..plugin.joined import joined
 from ..plugin.parts import LayerTensors
 from .backend import FlashpageBackend
 from .groups import Group, Tokens
@@ -71,7 +72,7 @@ class FlashpageLatentBackend(FlashpageBackend):
         heads, q_rope = layer.tp_q_head_num, kwargs.get("q_rope")
         q = q.reshape(len(q), heads, -1)
         if q_rope is not None:
-            q = torch.cat([q, q_rope.view(len(q), heads, -1)], -1)
+            q = joined((q, q_rope.view(len(q), heads, -1)))
         out = q.new_empty(len(q), heads, self._ckv)
         cache: Any = self._cache(layer)[0].squeeze(2)  # [pages, page, columns]: K and V are one row
         return self._run(group, options, LayerTensors(q, None, None, cache, out, NO_SCALES, None))

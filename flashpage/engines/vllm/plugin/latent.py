@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from ....run.checks import NO_SCALES
 from ....wrappers.append import append_paged_mla_kv_cache
 from ...plugin.group_plans import Workspaces
+from ...plugin.joined import joined
 from ...plugin.latent_plans import LatentPlans
 from ...plugin.layers import LayerOptions
 from ...plugin.parts import LayerTensors
@@ -125,7 +126,7 @@ class FlashpageMLAImpl(MLACommonImpl):
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
         """Absorbed queries [rows, heads, columns] (or their two parts) over the cache [blocks, page, columns]."""
-        q = torch.cat(q, -1) if isinstance(q, tuple) else q
+        q = joined(q) if isinstance(q, tuple) else q
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank)
         cache: Any = kv_c_and_k_pe_cache  # one tensor, as K and V are one row
         scales = (None, layer._k_scale_float, layer._k_scale_float) if self._is_fp8 else NO_SCALES
@@ -133,6 +134,12 @@ class FlashpageMLAImpl(MLACommonImpl):
         for part in attn_metadata.decode.step.parts:
             part.run(self.options, tensors)
         return out, None
+
+    def _concat_k_nope_k_pe(self, k_nope: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
+        """Expanded keys of prompts, [tokens, heads, dim], with their rotated columns, which all heads share."""
+        if self._use_flashinfer_concat_mla_k or not k_pe.shape[-1]:
+            return super()._concat_k_nope_k_pe(k_nope, k_pe)
+        return joined((k_nope, k_pe))
 
     def do_kv_cache_update(
         self,
