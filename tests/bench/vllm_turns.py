@@ -35,13 +35,12 @@ _DEEPSEEK: dict[str, Any] = LLAMA | {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,  # the 8B's shape with 16 layers
-    "windows": LLAMA | {"sliding_window": 1024, "layer_types": ["full_attention", "sliding_attention"] * 8},
-    # Latent rows: attention and dense layers of DeepSeek-V2-Lite, and of V3.
+    "windows": LLAMA | {"sliding_window": 1024},  # in every second layer
+    # Latent rows: attention and dense layers of DeepSeek-V2-Lite, and of V3. With few layers the host decides.
     "mla16": _DEEPSEEK
     | {
         "hidden_size": 2048,
-        "num_hidden_layers": 8,
-        "first_k_dense_replace": 8,
+        "num_hidden_layers": 27,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
         "q_lora_rank": None,
@@ -50,26 +49,30 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla128": _DEEPSEEK
     | {
         "hidden_size": 7168,
-        "num_hidden_layers": 4,
-        "first_k_dense_replace": 4,
+        "num_hidden_layers": 16,
         "num_attention_heads": 128,
         "num_key_value_heads": 128,
         "q_lora_rank": 1536,
         "intermediate_size": 18432,
     },
 }
-_SMALL_LATENT = {"hidden_size": 128, "num_hidden_layers": 2, "first_k_dense_replace": 2, "intermediate_size": 256}
+_SMALL_LATENT = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256}
 BACKENDS = {"llama": "CUSTOM,FLASH_ATTN", "mla": "CUSTOM,FLASH_ATTN_MLA,FLASHMLA"}
 
 
-def model_of(name: str, is_small: bool) -> dict[str, Any]:
+def model_of(name: str, is_small: bool, layers: int | None) -> dict[str, Any]:
     found = dict(MODELS[name])
     if is_small:
         found |= engine_turns.SMALL_LLAMA
         if is_latent(name):
             found |= _SMALL_LATENT | {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64}
         elif name == "windows":
-            found |= {"layer_types": found["layer_types"][:2], "sliding_window": 32}
+            found["sliding_window"] = 32
+    layers = found["num_hidden_layers"] = layers or found["num_hidden_layers"]
+    if is_latent(name):
+        found["first_k_dense_replace"] = layers
+    if name == "windows":
+        found["layer_types"] = (["full_attention", "sliding_attention"] * layers)[:layers]
     return found
 
 
@@ -166,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--model", default="llama", choices=MODELS, help="shape (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own")
     parser.add_argument("--backends", help="vLLM's names (default: CUSTOM, which is flashpage, and vLLM's for Hopper)")
     parser.add_argument("--traces", default="1k,6k", help=f"of {', '.join(engine_turns.TRACES)} (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=4, help="turns that are counted (default: %(default)s)")
@@ -190,24 +194,28 @@ def main() -> None:
     if importlib.util.find_spec("vllm") is None:
         print("skipped: vLLM is not installed")
         return
-    names = (chosen.backends or BACKENDS["mla" if is_latent(chosen.model) else "llama"]).split(",")
+    backends = (chosen.backends or BACKENDS["mla" if is_latent(chosen.model) else "llama"]).split(",")
+    model = model_of(chosen.model, chosen.small, chosen.layers)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        (folder / "config.json").write_text(json.dumps(model_of(chosen.model, chosen.small)))
+        (folder / "config.json").write_text(json.dumps(model))
         servers = {}
-        for name in names:
-            variables = {"FLASHPAGE_VLLM": "on" if chosen.device == "cpu" and name == "CUSTOM" else "off"}
+        for backend in backends:
+            is_own = backend == "CUSTOM"
+            name = "flashpage" if is_own else backend
+            variables = {"FLASHPAGE_VLLM": "on" if chosen.device == "cpu" and is_own else "off"}
             if chosen.profile:
                 variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that this process sees the kernels
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the weights are drawn by a function that is sent
             variables["VLLM_CACHE_ROOT"] = str(folder / f"{name}-cache")  # they compile at the same time
-            servers[name] = Server(options_of(name, folder, chosen), folder / f"{name}.log", variables)
+            servers[name] = Server(options_of(backend, folder, chosen), folder / f"{name}.log", variables)
         for server in servers.values():
             server.answer()
-        run(servers, ["tiny"] if chosen.small else chosen.traces.split(","), chosen)
+        shape = f"{chosen.model} of {model['num_hidden_layers']} layers"
+        run(servers, shape, ["tiny"] if chosen.small else chosen.traces.split(","), chosen)
 
 
-def run(servers: dict[str, Server], traces: list[str], chosen: argparse.Namespace) -> None:
+def run(servers: dict[str, Server], shape: str, traces: list[str], chosen: argparse.Namespace) -> None:
     recorder = Recorder(chosen.json)
     if chosen.check:
         answers = {name: server.ask("check", traces[0]) for name, server in servers.items()}
@@ -216,7 +224,7 @@ def run(servers: dict[str, Server], traces: list[str], chosen: argparse.Namespac
             print(f"{first} and {name}: {differences(answers[first], answers[name])}", flush=True)
     for trace in traces:
         figures = engine_turns.measure(servers, trace, chosen.repeats)
-        case = f"{chosen.model}, {engine_turns.case_of(trace)}"
+        case = f"{shape}, {engine_turns.case_of(trace)}"
         recorder.add("vllm", case, figures=figures, ranks=chosen.ranks)
         engine_turns.show(case, figures)
         if chosen.profile:
