@@ -145,7 +145,7 @@ def check_canvas() -> None:
     scene = Scene(Form(), [4, 4], [9, 30], "cpu")
     builder = builder_of(scene, given)
     builder.build_for_cudagraph_capture(common_of(scene).replace(causal=torch.tensor([True, False])))
-    assert set(builder._planner.plans._attentions) == {Use.TREE_IN_GRAPH}
+    assert set(builder._planner.plans._attentions) == {Use.MASKED_IN_GRAPH}
 
 
 def check_ranks() -> None:
