@@ -11,7 +11,8 @@ import fake_sglang
 import pytest
 import torch
 from fake_sglang import ForwardMode
-from sglang_step import Form, Scene, close
+from sglang_requests import close
+from sglang_step import Form, Scene
 
 from flashpage.engines.plugin.group_plans import Use
 from flashpage.engines.sglang import hooks, support

@@ -10,9 +10,7 @@ import fake_sglang
 import torch
 from fake_sglang import ForwardMode, KVWriteLoc, RadixAttention
 from reference import Options, attention
-
-fake_sglang.install()
-CONTEXT = 160  # tokens of a row of the table of slots
+from sglang_requests import CONTEXT, Requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,21 +35,14 @@ class Form:
         return 1 if self.window_pool else 0
 
 
-class Scene:
-    """Requests that have `kv_lens` tokens with their `q_lens` new ones, in slots of a mixed order."""
+class Scene(Requests):
+    """A step of requests, and a layer whose pool has their tokens."""
 
     def __init__(self, form: Form, q_lens: list[int], kv_lens: list[int], device: str, seed: int = 0) -> None:
-        self.form, self.q_lens, self.kv_lens, self.device = form, q_lens, kv_lens, device
-        drawn = self.drawn = torch.Generator().manual_seed(seed)
+        super().__init__(q_lens, kv_lens, form.page, device, seed)
+        self.form, drawn = form, self.drawn
         heads, kv_heads, dim = form.heads
-        count = len(kv_lens)
-        self.encoder_lens = [11 + 3 * i for i in range(count)] if form.encoder else [0] * count
-        self.requests = torch.randperm(count + 3, generator=drawn)[:count] + 1
-        slots = torch.zeros(count + 5, CONTEXT, dtype=torch.int32)
-        pages = torch.randperm(count * (CONTEXT // form.page), generator=drawn) + 1  # page 0 belongs to no request
-        lines = (pages[:, None] * form.page + torch.arange(form.page)).view(count, CONTEXT)
-        slots[self.requests] = lines.int()
-        self.slots, self.size = slots, (len(pages) + 1) * form.page
+        self.encoder_lens = [11 + 3 * i if form.encoder else 0 for i in range(len(kv_lens))]
         self.pool = self._pool(kv_heads, dim)
         scales = {"k_scale": 0.5, "v_scale": 2.0, "k_scale_float": 0.5, "v_scale_float": 2.0} if self.is_fp8 else {}
         self.layer = RadixAttention(
@@ -93,7 +84,7 @@ class Scene:
     def slots_of(self, i: int, begin: int, end: int) -> torch.Tensor:
         """Slots of a request's tokens; the encoder's stand before the decoder's."""
         first = 0 if self.form.is_cross else self.encoder_lens[i]
-        return self.slots[self.requests[i], first + begin : first + end].long().to(self.device)
+        return super().slots_of(i, first + begin, first + end)
 
     def _write(self, i: int, begin: int, end: int) -> None:
         places = self.slots_of(i, begin, end)
@@ -128,31 +119,16 @@ class Scene:
 
         return FlashpageBackend(self.runner())
 
-    def batch(self, mode: ForwardMode, mask: torch.Tensor | None = None) -> SimpleNamespace:
+    def batch(self, mode: ForwardMode, mask: torch.Tensor | None = None, **more: Any) -> SimpleNamespace:
         """The ForwardBatch of a step. `mask`: of a tree that is verified."""
-        new, lens = self.q_lens, self.kv_lens
-        before = [n - m for m, n in zip(new, lens, strict=True)]
-        out = [self.slots_of(i, n - m, n) for i, (m, n) in enumerate(zip(new, lens, strict=True))]
-        is_extend = mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
-
-        def on_device(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-        return SimpleNamespace(
-            forward_mode=mode,
-            batch_size=len(lens),
-            req_pool_indices=self.requests.to(self.device),
-            seq_lens=on_device(before if mode.is_target_verify() else lens),
-            out_cache_loc=None if self.form.is_cross else torch.cat(out),
-            encoder_out_cache_loc=None,
-            positions=torch.zeros(sum(new), dtype=torch.int64, device=self.device),
-            input_ids=None,
-            extend_seq_lens=on_device(new),
-            extend_seq_lens_cpu=new if is_extend else None,
-            extend_prefix_lens_cpu=before if is_extend else None,
-            encoder_lens=on_device(self.encoder_lens) if self.form.encoder else None,
-            spec_info=None if mask is None else SimpleNamespace(custom_mask=mask, draft_token_num=new[0]),
-        )
+        own: dict[str, Any] = {"encoder_out_cache_loc": None}
+        if self.form.is_cross:
+            own["out_cache_loc"] = None
+        if self.form.encoder:
+            own["encoder_lens"] = self.on_device(self.encoder_lens)
+        if mask is not None:
+            own["spec_info"] = SimpleNamespace(custom_mask=mask, draft_token_num=self.q_lens[0])
+        return super().batch(mode, **own | more)
 
     def run(self, backend: Any, batch: Any) -> torch.Tensor:
         """The layer's rows, with K and V of the new tokens, which the backend writes."""
@@ -189,10 +165,3 @@ class Scene:
             found.append(attention(self.q[at : at + m].cpu(), k, v, options, custom_mask=seen).out)
             at += m
         return torch.cat(found)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within two roundings of the output's type, relative to its largest value."""
-    limit = 2.5 * torch.finfo(found.dtype).eps * max(1.0, expected.abs().max().item())
-    assert not found.isnan().any()
-    assert (found.cpu().double() - expected).abs().max().item() < limit
