@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -167,8 +168,9 @@ def test_trees_of_guesses(form: Form, is_captured: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("form", [Form(), Form(window=40), Form(window=2), Form(window=40, window_pool=True)], ids=repr)
 @pytest.mark.parametrize(("topk", "page"), [(1, 1), (3, 1), (3, 8)])
-def test_steps_of_a_draft(topk: int, page: int, is_captured: bool, device: str) -> None:
+def test_steps_of_a_draft(topk: int, page: int, form: Form, is_captured: bool, device: str) -> None:
     """All steps are planned before the first; a branch's guesses have slots of their own after the known tokens."""
     from flashpage.engines.sglang.drafts import FlashpageDraftSteps
 
@@ -179,7 +181,8 @@ def test_steps_of_a_draft(topk: int, page: int, is_captured: bool, device: str) 
     strides = [steps if page == 1 else -(-(n % page + steps) // page) * page for n in known]
     assert page == 1 or len(set(strides)) == 2
     news = [topk * stride for stride in strides]
-    scene = Scene(Form(page=page), news, [n + new for n, new in zip(known, news, strict=True)], device)
+    form = dataclasses.replace(form, page=page)
+    scene = Scene(form, news, [n + new for n, new in zip(known, news, strict=True)], device)
     for i, n in enumerate(scene.kv_lens):
         scene._write(i, 0, n)
     draft = FlashpageDraftSteps(scene.runner(), topk, steps)
@@ -198,13 +201,15 @@ def test_steps_of_a_draft(topk: int, page: int, is_captured: bool, device: str) 
         masks, rows = [], []
         for i, n in enumerate(scene.kv_lens):
             seen = torch.zeros(topk, n, dtype=torch.bool)
-            seen[:, : known[i]] = True
+            hidden = 0 if form.window is None else max(0, known[i] + step + 1 - form.window)
+            seen[:, hidden : known[i]] = True
             for branch in range(topk):
                 first = known[i] + branch * strides[i]
-                seen[branch, first : first + step + 1] = True
+                seen[branch, first + max(0, hidden - known[i]) : first + step + 1] = True
             masks.append(seen)
             rows.append(q[i * topk : (i + 1) * topk])
-        expected = Scene(Form(is_encoder_only=True, page=page), [topk] * 3, scene.kv_lens, device)
+        plain = dataclasses.replace(form, is_encoder_only=True, window=None)
+        expected = Scene(plain, [topk] * 3, scene.kv_lens, device)
         expected.pool, expected.slots, expected.requests, expected.q = scene.pool, scene.slots, scene.requests, q
         close(found, expected.expected(masks))
         assert all(len(attention.session.active) == 1 for _, attention in attentions(backend))
@@ -300,15 +305,6 @@ def test_arguments_that_cannot_be_served() -> None:
     usual = Scene(Form(), *DECODE, "cpu").runner().model_config
     given = {"kv_cache_dtype": "fp8_e5m2", "page_size": 16, "get_model_config": lambda: usual}
     support.check_arguments(fake_sglang.server_args(**given))
-
-
-def test_trees_are_not_drafted_with_windows() -> None:
-    from flashpage.engines.sglang.drafts import FlashpageDraftSteps
-
-    runner = Scene(Form(window=20), *DECODE, "cpu").runner()
-    runner.sliding_window_size = 19
-    with pytest.raises(ValueError, match="a window of 20 tokens"):
-        FlashpageDraftSteps(runner, 2, 3)
 
 
 # ---------------------------------------------------------------- hooks and entry point

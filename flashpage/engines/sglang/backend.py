@@ -80,7 +80,7 @@ class FlashpageBackend(AttentionBackend):
 
     def _group_of(self, layer: Any) -> Group:
         check_layer(layer, layer.qk_head_dim)
-        return group_of(layer, self._window_layers, self._has_encoder)
+        return group_of(layer, self._window_layers, self._has_encoder, self._branches.width > 1)
 
     def _add_planner(self, group: Group, layers: list[LayerOptions]) -> GroupPlanner:
         planner = GroupPlanner(group, layers, self._sizes, self._tables, self._workspaces, self._trees, self._branches)

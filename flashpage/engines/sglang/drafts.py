@@ -15,12 +15,6 @@ class FlashpageDraftSteps:
     needs_cpu_seq_lens = False
 
     def __init__(self, runner: Any, topk: int, speculative_num_steps: int) -> None:
-        window = getattr(runner, "sliding_window_size", None)
-        if topk > 1 and window is not None and window >= 0:
-            raise ValueError(
-                f"--speculative-eagle-topk {topk} for a draft model with a window of {window + 1} tokens: flashpage "
-                "drafts trees without windows. Choose --speculative-eagle-topk 1."
-            )
         self.topk, self.speculative_num_steps = topk, speculative_num_steps
         given = topk, speculative_num_steps
         steps = (Branches(*given, step, runner.page_size) for step in range(speculative_num_steps - 1))

@@ -14,6 +14,7 @@ class Tokens(enum.Enum):
 
     ALL = "all tokens of a request"
     WINDOW = "the tokens of a window, which have slots in a pool of their own"
+    RECENT = "those of a window, next to layers that see all, where a draft has branches"
     DECODER = "the decoder's, after the encoder's"
     ENCODER = "the encoder's"
 
@@ -26,25 +27,30 @@ class Group(NamedTuple):
     ckv: int = 0  # columns of latent rows that are V too; 0: K and V are apart
 
 
-def group_of(layer: Any, window_layers: set[int], has_encoder: bool) -> Group:
+def group_of(layer: Any, window_layers: set[int], has_encoder: bool, has_branches: bool = False) -> Group:
     """The group of a RadixAttention layer. `window_layers`: numbers of the layers in the pool of windows."""
     if layer.is_cross_attention:
         return Group(Tokens.ENCODER, False)
     is_causal = layer.attn_type.value != "encoder_only"
     if layer.layer_id in window_layers:
         return Group(Tokens.WINDOW, is_causal)
+    if has_branches and _has_window(layer):
+        return Group(Tokens.RECENT, is_causal)
     return Group(Tokens.DECODER if has_encoder else Tokens.ALL, is_causal)
 
 
 def options_of(layer: Any) -> LayerOptions:
     """The options of a RadixAttention layer, whose window does not count the row's own token."""
-    window = layer.sliding_window_size
     return LayerOptions(
         (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim),
         layer.scaling,
-        window=window + 1 if window is not None and window >= 0 else None,
+        window=layer.sliding_window_size + 1 if _has_window(layer) else None,
         soft_cap=layer.logit_cap,
     )
+
+
+def _has_window(layer: Any) -> bool:
+    return layer.sliding_window_size is not None and layer.sliding_window_size >= 0
 
 
 def longest_window(layers: Sequence[LayerOptions]) -> int:

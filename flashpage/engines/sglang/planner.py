@@ -7,7 +7,7 @@ Which plans a step gets:
 - prompts, chunks of prompts and decodes among them, whose lengths the host knows: one plan on the host, in which
   requests of few rows and of many run at the same time (plan/mixed_batch.py);
 - branches of a tree that is drafted: all rows of a request over its known tokens, each row over its own guesses, and
-  one merge.
+  one merge; with windows, each row over its last tokens, whose slots are gathered for it.
 """
 
 from __future__ import annotations
@@ -114,20 +114,26 @@ class GroupPlanner:
         tables = self._table_rows(rows, self._starts(rows))
         return PagedRows(plans.plan_tables(use, tables, is_causal), rows.total, is_causal)
 
-    def _plan_branches(self, plans: GroupPlans, rows: StepRows, is_captured: bool) -> SharedPrefix:
+    def _plan_branches(self, plans: GroupPlans, rows: StepRows, is_captured: bool) -> Part:
         """A step of a draft: each branch has one row, over the request's tokens and over the branch's own guesses."""
         branches, slots = self._branches, self._tables.slots
         known = rows.seq_lens - (branches.step + 1)
         total = len(known) * branches.width
+        use = Use.DECODE_IN_GRAPH if is_captured else Use.DECODE
+        numbers = torch.arange(branches.width, device=slots.device)
+        first = known.long()[:, None] + numbers * branches.stride(known.long())
+        if self.group.tokens in (Tokens.WINDOW, Tokens.RECENT):
+            most = min(self._window or slots.shape[1], slots.shape[1])
+            kept = known.long().clamp(max=most)
+            own = self._tables.branch_slots(rows.requests, (kept, most), (first, branches.steps))
+            lens = (kept + (branches.step + 1)).int().repeat_interleave(branches.width, output_size=total)
+            return PagedRows(plans.plan_tables(use, TableRows(lens, own, None, total), False), total, False)
         starts = _steps_of(branches.width, len(known), slots.device)
         before = TableRows(known, slots, starts, total, rows.requests)
         shared = plans.plan_tables(Use.ROWS_IN_GRAPH if is_captured else Use.ROWS, before, False)
-        numbers = torch.arange(branches.width, device=slots.device)
-        first = known.long()[:, None] + numbers * branches.stride(known.long())
         columns = first[..., None] + torch.arange(branches.steps, device=slots.device)
         own = slots[rows.requests.long()[:, None, None], columns].view(total, branches.steps)
         lens = torch.full((total,), branches.step + 1, dtype=torch.int32, device=slots.device)
-        use = Use.DECODE_IN_GRAPH if is_captured else Use.DECODE
         return SharedPrefix(shared, plans.plan_tables(use, TableRows(lens, own, None, total), False), total, False)
 
     # ---------------------------------------------------------------- tables

@@ -38,6 +38,26 @@ class SlotTables:
         columns = torch.arange(tokens, device=self.slots.device) + encoder_lens.long()[:, None]
         return self.slots[requests.long()[:, None], columns.clamp_(max=self.slots.shape[1] - 1)]
 
+    def branch_slots(
+        self, requests: torch.Tensor, kept: tuple[torch.Tensor, int], own: tuple[torch.Tensor, int]
+    ) -> torch.Tensor:
+        """The slots that each branch of a draft sees: known tokens of its request, then its own guesses; in the pool of
+        windows, if there is one. Columns after the guesses have any slots.
+
+        Args:
+            kept: the last known tokens that a branch sees, [requests], and the most of them.
+            own: places of the branches' first guesses in the table, [requests, branches], and the guesses of each.
+
+        Returns: [requests x branches, most known tokens + guesses] int32.
+        """
+        (count, most), (first, guesses) = kept, own
+        columns, count = torch.arange(most + guesses, device=self.slots.device), count[:, None, None]
+        known = first[:, :1, None]  # the first branch's guesses follow the known tokens
+        places = columns + torch.where(columns < count, known, first[..., None]) - count
+        found = self.slots[requests.long()[:, None, None], places.clamp_(max=self.slots.shape[1] - 1)]
+        found = found.view(-1, most + guesses)
+        return found if self._to_window_pool is None else self._to_window_pool(found.long()).to(torch.int32)
+
     def window_pages(self, requests: torch.Tensor, seq_lens: torch.Tensor, reach: int, tokens: int) -> torch.Tensor:
         """The pages of the last `reach` tokens of each request in the pool of windows. Other entries are page 0, which
         no token has.
