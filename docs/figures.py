@@ -30,6 +30,7 @@ TITLES = {  # sections in the order of the page
     "host": "Host time of plan and run",
     "sglang": "SGLang, tokens per second by attention backend",
     "vllm": "vLLM, tokens per second by attention backend",
+    "parallel": "Decode over a context that lies on several cards",
 }
 UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
 NAMES = {
@@ -140,11 +141,21 @@ def engine_table(lines: list[Line]) -> str:
     return f"{words} Ratios are flashpage's rate to that of the best other backend.\n\n{table(header, rows)}"
 
 
+def parallel_table(lines: list[Line]) -> str:
+    """Times of the slowest rank, and of one card with the whole context."""
+    rows = []
+    for line in lines:
+        times = [f"{us:,.1f}" for us in line["us"].values()]
+        rows.append([line["case"], line["ranks"], *times, f"{line['ratio']:.2f}", f"{line['error']:.1e}"])
+    return table(["case", "cards", *(f"{what} us" for what in lines[0]["us"]), "one / spread", "error"], rows)
+
+
 TABLES = {  # of other sections: card_table
     "energy": energy_table,
     "host": host_table,
     "sglang": engine_table,
     "vllm": engine_table,
+    "parallel": parallel_table,
 }
 
 

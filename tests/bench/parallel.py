@@ -15,16 +15,19 @@ import dataclasses
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from gpu import GpuClock, HostClock
+from record import Recorder
 from workloads import Paged
 
 import flashpage
 from flashpage import parallel
 
 WORKSPACE_BYTES = 256 << 20
+TIMES = ("one card", "spread", "own heads", "collective and merge")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +55,8 @@ CASES = [
 ]
 
 
-def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> str:
-    """The columns of a row."""
+def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> dict[str, Any]:
+    """The slowest rank's times, how much faster two cards are than one, and the largest error."""
     torch.manual_seed(0)
     pages = Paged([case.kv_len] * case.batch, case.page_size, device)
     cache = pages.cache(case.num_kv_heads, case.head_dim, torch.bfloat16)
@@ -77,8 +80,8 @@ def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> st
     found = torch.tensor([*(clock.seconds(call) * 1e6 for call in calls), *errors], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     *times, all_error, own_error = found.tolist()
-    shown = " | ".join(f"{microseconds:,.1f} us" for microseconds in times)
-    return f"{shown} | {times[0] / times[1]:.2f} | {max(all_error, own_error):.1e}"
+    us = dict(zip(TIMES, (round(each, 1) for each in times), strict=True))
+    return {"us": us, "ratio": round(times[0] / times[1], 3), "error": float(f"{max(all_error, own_error):.2g}")}
 
 
 def run_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
@@ -89,14 +92,17 @@ def run_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
     dist.init_process_group(backend, f"file://{store}", world_size=arguments.ranks, rank=rank)
     clock = HostClock(arguments.repeats) if device.type == "cpu" else GpuClock(arguments.repeats)
-    columns = ("case", "ranks", "one card", "spread", "own heads", "collective and merge", "one / spread", "error")
+    recorder = Recorder(arguments.json if rank == 0 else None)
+    columns = ("case", "ranks", *TIMES, "one / spread", "error")
     if rank == 0:
         print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}", flush=True)
     for case in CASES:
         if arguments.only in case.name:
-            row = measure(case.shrunk() if arguments.small else case, device, clock)
+            found = measure(case.shrunk() if arguments.small else case, device, clock)
+            recorder.add("parallel", case.name, ranks=arguments.ranks, **found)
             if rank == 0:
-                print(f"| {case.name} | {arguments.ranks} | {row} |", flush=True)
+                cells = [*(f"{us:,.1f} us" for us in found["us"].values()), f"{found['ratio']:.2f}", found["error"]]
+                print(f"| {case.name} | {arguments.ranks} | {' | '.join(map(str, cells))} |", flush=True)
     dist.destroy_process_group()
 
 
@@ -107,6 +113,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.ranks:
         print(f"skipped: --ranks {arguments.ranks} needs as many GPUs, torch finds {torch.cuda.device_count()}")
