@@ -1,0 +1,267 @@
+"""Real engines on two cards next to the same engines on one: tokens and log-probabilities of the same requests.
+
+    python tests/card/engine_ranks.py vllm      # needs an installed vLLM, and flashpage as its plugin
+    python tests/card/engine_ranks.py sglang
+
+Each engine of a table below is a process of its own; `--only` names some. They start at the same time, and those of
+several ranks answer one after the other. Models are drawn: a Llama, one with a single KV head, and a BLOOM, whose ALiBi
+slopes depend on the head; sinks are added to the Llama, each by its head's number in the whole model, so that a rank
+that takes another's is found. `--small --device cpu` runs tiny models by gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "bench")]
+from entry_points import ROOT, write_entry_points
+from rank_models import KV_HEADS, SIZES, SMALL, requests, write_models
+from vllm_turns import differences
+
+NEW_TOKENS = {"mixed": 16, "again": 16, "short": 64}  # "again": prefixes come from the cache
+
+# Of each engine: its model, and what differs from one card with flashpage. The first of a model, `MODEL-1`, is what the
+# others are compared with.
+Spec = dict[str, Any]
+TWO: Spec = {"ranks": 2}
+VLLM: dict[str, Spec] = {
+    "llama-1": {"model": "llama"},
+    "llama-2": {"model": "llama", **TWO},
+    "llama-2-preempted": {"model": "llama", **TWO, "cache": 1280, "kinds": ("short",)},  # less than the requests have
+    "llama-1-other": {"model": "llama", "backend": "FLASH_ATTN"},
+    "llama-2-other": {"model": "llama", **TWO, "backend": "FLASH_ATTN"},
+    "bloom-1": {"model": "bloom"},
+    "bloom-2": {"model": "bloom", **TWO},
+    "bloom-1-other": {"model": "bloom", "backend": "FLASH_ATTN"},
+    "sinks-1": {"model": "llama", "sinks": True},
+    "sinks-2": {"model": "llama", **TWO, "sinks": True},
+    "sinks-1-other": {"model": "llama", "sinks": True, "backend": "FLASH_ATTN"},
+    "mqa-1": {"model": "mqa"},
+    "mqa-2-context": {"model": "mqa", **TWO, "context": 2},
+}
+SGLANG: dict[str, Spec] = {
+    "llama-1": {"model": "llama"},
+    "llama-2": {"model": "llama", **TWO},
+    "llama-2-eager": {"model": "llama", **TWO, "is_eager": True},
+    "llama-2-pages": {"model": "llama", **TWO, "page_size": 64},
+    "llama-1-other": {"model": "llama", "backend": "fa3"},
+    "llama-2-other": {"model": "llama", **TWO, "backend": "fa3"},
+    "mqa-1": {"model": "mqa"},
+    "mqa-2": {"model": "mqa", **TWO},
+}
+
+
+# ---------------------------------------------------------------------------------------------------- in a process
+
+
+def register_sinks() -> None:
+    """vLLM calls this in each of its processes: Llama's layers get sinks, those of the rank's heads."""
+    import torch
+    import vllm.model_executor.models.llama as llama
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    if not os.environ.get("ENGINE_RANKS_SINKS") or llama.Attention is not Attention:
+        return
+
+    class WithSinks(Attention):
+        def __init__(self, num_heads: int, *args: Any, prefix: str = "", **given: Any) -> None:
+            first = get_tensor_model_parallel_rank() * num_heads
+            heads = torch.arange(first, first + num_heads, device="cpu")
+            sinks = 3 * torch.sin(1.7 * heads + extract_layer_index(prefix)) + 2
+            given["sinks"] = sinks.to(torch.get_default_device(), torch.get_default_dtype())
+            super().__init__(num_heads, *args, prefix=prefix, **given)
+
+    llama.Attention = WithSinks
+
+
+def vllm_options(spec: Spec, folder: Path, is_small: bool) -> Spec:
+    sizes, ranks, cache = SMALL if is_small else SIZES, spec.get("ranks", 1), 64 << 20 if is_small else 1 << 30
+    if "cache" in spec:
+        heads = KV_HEADS[spec["model"]] // ranks
+        cache = spec["cache"] * 2 * heads * sizes["head_dim"] * (4 if is_small else 2) * sizes["num_hidden_layers"]
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    found = {
+        "model": str(folder / spec["model"]),
+        "skip_tokenizer_init": True,
+        "dtype": "float32" if is_small else "bfloat16",
+        "tensor_parallel_size": ranks,
+        "decode_context_parallel_size": spec.get("context", 1),
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,  # longer prompts come in chunks, next to decodes of others
+        "block_size": 32 if is_small else 16,
+        "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": cache,
+        "gpu_memory_utilization": 0.02,  # which must be free; the cache has its size above
+        "disable_custom_all_reduce": True,
+        "disable_log_stats": False,
+        "enforce_eager": is_small,
+        "compilation_config": {"mode": 0} | ({"custom_ops": ["none"]} if is_small else graphs),
+    }
+    return found if is_small else found | {"attention_config": {"backend": spec.get("backend", "CUSTOM")}}
+
+
+def answer_vllm(spec: Spec, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    ranks = spec.get("ranks", 1)
+    os.environ["ENGINE_RANKS_SINKS"] = "1" if spec.get("sinks") else ""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if ranks == 1 else "1"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**vllm_options(spec, folder, chosen.small))
+
+    def ask(kind: str) -> list[dict[str, Any]]:
+        given: Any = {"max_tokens": NEW_TOKENS[kind], "ignore_eos": True, "logprobs": 5, "detokenize": False}
+        params = SamplingParams(temperature=0.0, **given)
+        prompts: Any = [{"prompt_token_ids": prompt} for prompt in requests(kind)]
+        answers = [answer.outputs[0] for answer in llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            {
+                "tokens": list(answer.token_ids),
+                "logprobs": [{str(token): one.logprob for token, one in step.items()} for step in answer.logprobs],
+            }
+            for answer in answers
+        ]
+
+    found: dict[str, Any] = ask_all(spec, ask)
+    counted = "vllm:num_preemptions", "vllm:prefix_cache_hits"
+    found["counts"] = {one.name: one.value for one in llm.get_metrics() if one.name in counted}
+    return found
+
+
+def answer_sglang(spec: Spec, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    from sglang import Engine
+
+    backend = spec.get("backend", "flashpage")
+    options: dict[str, Any] = {
+        "model_path": str(folder / spec["model"]),
+        "skip_tokenizer_init": True,
+        "dtype": "float32" if chosen.small else "bfloat16",
+        "attention_backend": "torch_native" if chosen.small and backend == "fa3" else backend,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "device": chosen.device,
+        "tp_size": spec.get("ranks", 1),
+        "page_size": spec.get("page_size", 1),
+        "context_length": 1024,
+        "chunked_prefill_size": 512,
+        "enable_mixed_chunk": True,
+        "max_running_requests": 16,
+        "max_total_tokens": 16384,
+        "cuda_graph_backend_decode": "disabled" if chosen.small or spec.get("is_eager") else "full",
+        "cuda_graph_backend_prefill": "disabled",
+        "disable_custom_all_reduce": True,
+        "log_level": "error",
+    }
+    if not chosen.small:
+        options |= {"cuda_graph_max_bs_decode": 16, "mem_fraction_static": 0.5}
+    engine = Engine(**options)
+
+    def ask(kind: str) -> list[dict[str, Any]]:
+        params = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS[kind], "ignore_eos": True}
+        asked = {"return_logprob": True, "top_logprobs_num": 5}
+        answers = engine.generate(input_ids=requests(kind), sampling_params=params, **asked)
+        return [
+            {
+                "tokens": answer["output_ids"],
+                "logprobs": [{str(token): p for p, token, *_ in step} for step in best],
+            }
+            for answer in answers
+            for best in [answer["meta_info"]["output_top_logprobs"]]
+        ]
+
+    found = ask_all(spec, ask)
+    engine.shutdown()
+    return found
+
+
+def ask_all(spec: Spec, ask: Callable[[str], list[dict[str, Any]]]) -> dict[str, Any]:
+    """One engine of several ranks at a time: their collectives wait for each other while cards run other programs."""
+    with open(Path(tempfile.gettempdir(), "engine-ranks.lock"), "w") as file, contextlib.ExitStack() as stack:
+        if spec.get("ranks", 1) > 1:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+        return {kind: ask(kind) for kind in spec.get("kinds", NEW_TOKENS)}
+
+
+ENGINES = {"vllm": (VLLM, answer_vllm), "sglang": (SGLANG, answer_sglang)}
+
+
+# ---------------------------------------------------------------------------------------------------- all of them
+
+
+def compare(answers: dict[str, dict[str, Any]]) -> None:
+    for name, found in answers.items():
+        model = name.partition("-")[0]
+        print(name, found.get("counts", ""), flush=True)
+        if "again" in found:
+            print("   again:", differences(found["mixed"], found["again"]))
+        for other in (f"{model}-1", f"{model}-1-other"):
+            if other not in answers or other == name or (other.endswith("other") and name.endswith("other")):
+                continue
+            for kind in ("mixed", "short"):
+                if kind in found:
+                    print(f"   {kind}, next to {other}:", differences(answers[other][kind], found[kind]))
+
+
+def started(name: str, number: int, place: Path, chosen: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """An engine's process. Those of one rank take the cards by turns."""
+    more = ("sinks_of_ranks = engine_ranks:register_sinks",) if chosen.engine == "vllm" else ()
+    group = "vllm.general_plugins" if chosen.engine == "vllm" else "sglang.srt.plugins"
+    paths = write_entry_points(place / "entries", group, *more), ROOT, Path(__file__).parent
+    variables = {"PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])}
+    if ENGINES[chosen.engine][0][name].get("ranks", 1) == 1 and chosen.device == "cuda":
+        variables["CUDA_VISIBLE_DEVICES"] = str(number % 2)
+    given = [*sys.argv[1:], "--answer", name, "--place", str(place)]
+    with (place / f"{name}.log").open("wb") as log:
+        command = [sys.executable, __file__, *given]
+        return subprocess.Popen(command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--only", help="names of the table, with commas between (default: all)")
+    parser.add_argument("--seconds", type=float, default=600, help="most of an engine (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--small", action="store_true", help="tiny models in fp32")
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    table, answer = ENGINES[chosen.engine]
+    if chosen.answer:
+        found = answer(table[chosen.answer], chosen.place, chosen)
+        (chosen.place / f"{chosen.answer}.json").write_text(json.dumps(found))
+        sys.stdout.flush()
+        os._exit(0)  # threads of engines do not hold it
+    names = chosen.only.split(",") if chosen.only else list(table)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        write_models(place, chosen.small)
+        processes = {name: started(name, number, place, chosen) for number, name in enumerate(names)}
+        answers = {}
+        for name, process in processes.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(chosen.seconds)
+            if process.poll() == 0:
+                answers[name] = json.loads((place / f"{name}.json").read_text())
+                continue
+            process.kill()
+            print(f"{name} gave no answer; the end of its log:\n{(place / f'{name}.log').read_text()[-3000:]}")
+        compare(answers)
+    return 0 if len(answers) == len(names) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Models and requests for engines of several ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import tiny_model
+import torch
+
+VOCABULARY = 1000
+SIZES = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "head_dim": 128,
+    "intermediate_size": 4096,
+}
+SMALL = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+    "intermediate_size": 256,
+}
+KV_HEADS = {"llama": 4, "mqa": 1}
+
+
+def requests(kind: str) -> list[list[int]]:
+    """`mixed`: prompts of up to 900 tokens, every second one with a common beginning. `short`: many that grow."""
+    drawn = random.Random(3)
+
+    def prompt(length: int) -> list[int]:
+        return [drawn.randrange(3, VOCABULARY) for _ in range(length)]
+
+    if kind == "short":
+        return [prompt(60 + i) for i in range(16)]
+    shared = prompt(192)
+    lengths = (3, 17, 64, 100, 128, 150, 200, 300, 330, 400, 500, 700)
+    return [(shared if i % 2 else []) + prompt(length) for i, length in enumerate(lengths)]
+
+
+def write_models(folder: Path, is_small: bool) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    sizes = SMALL if is_small else SIZES
+    for name, kv_heads in KV_HEADS.items():
+        tiny_model.MODELS[name] = sizes | {"num_key_value_heads": kv_heads}
+        tiny_model.write(folder / name, name)
+    torch.manual_seed(0)
+    heads, dim = sizes["num_attention_heads"], 32 if is_small else 64
+    config = BloomConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=heads * dim,
+        n_layer=sizes["num_hidden_layers"],
+        n_head=heads,
+        initializer_range=1.3 / (heads * dim) ** 0.5,  # large enough for attention to decide the next token
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    BloomForCausalLM(config).save_pretrained(folder / "bloom")
