@@ -88,7 +88,8 @@ struct DecodeLoad {
     u32 unit_use = 0;
     while (!place.done) {
       publish(place, source, unit_use++, cursor.cta);
-      const int slots = source.slots, early = min_of(slots, Traits::stages);
+      // The lookups of the next unit are issued before this unit waits for its own. Only the CTA's first slots go first.
+      const int slots = source.slots, early = unit_use == 1 ? min_of(slots, Traits::stages) : 0;
       int slot = first_own(use);
       for (; slot < early; slot += warps) loader.load(source, slot, use + slot);
       if (threadIdx.x == 0) stamp_first<Traits>(params, Stamp::first_load);
