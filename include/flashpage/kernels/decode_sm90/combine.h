@@ -59,7 +59,8 @@ struct DecodeCombine {
     if (is_piece()) merge_field = __ldg(reinterpret_cast<const i32*>(slotted.merge) + lane % 8);
   }
 
-  FP_DEVICE void run(SoftmaxState<1>& state, float (&values)[S::value_tiles][4]) {
+  // `exchanges`: how often the CTA used the exchange so far.
+  FP_DEVICE void run(SoftmaxState<1>& state, float (&values)[S::value_tiles][4], u32& exchanges) {
     if constexpr (Shared::has_mailbox) {
       if (is_piece() && slotted.in_cluster) {
         log_pieces = 31 - __clz(__shfl_sync(0xffffffff, merge_field, 7));  // MergeItem::num_partials
@@ -70,18 +71,19 @@ struct DecodeCombine {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half * 8 >= unit.num_rows) break;
-      if (half > 0) ptx::named_barrier(barrier, threads);  // all warps have read the exchange
+      const u32 free = ptx::shared_address(&shared.exchange_free);
+      ptx::mbarrier_wait(free, (exchanges++ & 1) ^ 1);  // all warps have read it
       hand_over(state, values, half);
       ptx::named_barrier(barrier, threads);
       write_rows(half);
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(free);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::written);
     if (sends()) {
       if constexpr (Shared::has_mailbox) cluster().run(thread, threads);
     } else if (is_piece()) {
       merge();
-    } else {
-      ptx::named_barrier(barrier, threads);
     }
   }
 

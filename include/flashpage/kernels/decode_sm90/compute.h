@@ -35,6 +35,7 @@ struct DecodeCompute {
   int part = warp % Traits::warps_v;  // part of the value columns
   u32 use = 0;                        // uses of the ring before this unit
   u32 clearings = 0;                  // of this team so far
+  u32 exchanges = 0;                  // of the teams' states so far
 
   FP_DEVICE DecodeCompute(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
@@ -121,7 +122,7 @@ struct DecodeCompute {
       if (lane == 0) shared.ring.release(use + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
-    combine.run(state, values[0]);
+    combine.run(state, values[0], exchanges);
   }
 
   // The rotation of a slot's first token, computed before the slot is waited for.
