@@ -68,6 +68,7 @@ struct DecodeCombine {
         if (thread == 0) cluster().expect();
       }
     }
+    if (slotted.is_whole_slot()) return write_own(state, values);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half * 8 >= unit.num_rows) break;
@@ -105,6 +106,27 @@ struct DecodeCombine {
     for (int n = 0; n < S::value_tiles; n += 2)
       shared.exchange[rank][place][n / 2][lane] =
           make_float4(values[n][e], values[n][e + 1], values[n + 1][e], values[n + 1][e + 1]);
+  }
+
+  // Writes the rows of a unit that only this team has computed.
+  FP_DEVICE void write_own(const SoftmaxState<1>& state, const float (&values)[S::value_tiles][4]) {
+    const float value_scale = value_scale_of(params, unit.kv_head);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_of_lane(half);
+      const float maximum = state.maximum[0][half], total = quad_sum(state.sum[0][half]);
+      if (rank > 0 || row >= unit.num_rows) continue;
+      const float inverse = total == 0.f ? 0.f : value_scale * ptx::reciprocal_approx(total);
+      const i64 offset = has_registers && half == 0 ? first_offset : out_offset<Traits>(params, item, unit, row);
+      const int e = half * 2;
+#pragma unroll
+      for (int n = 0; n < S::value_tiles; n += 2) {
+        const float4 pair = make_float4(values[n][e], values[n][e + 1], values[n + 1][e], values[n + 1][e + 1]);
+        write_pair(offset, n / 2, scaled(pair, inverse));
+      }
+      if (part > 0 || lane % 4 > 0) continue;
+      if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
+    }
   }
 
   // Combines these rows over all teams, for the columns that this team sums: pairs of n8 tiles.

@@ -74,6 +74,7 @@ struct DecodeCompute {
     const int slots = slotted.slots;
     // The team's rank in this unit. States are summed in this order, so that it does not depend on earlier units.
     const int rank = (team - use) % teams;
+    if (!S::rotate && rank > 0 && slotted.is_whole_slot()) return;  // another team's alone
     DecodeCombine<Traits> combine(shared, params, slotted, unit, rank, first_row, part, thread);
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
