@@ -122,7 +122,7 @@ struct DecodeCombine {
 #pragma unroll
       for (int n = 0; n < S::value_tiles; n += 2) {
         const float4 pair = make_float4(values[n][e], values[n][e + 1], values[n + 1][e], values[n + 1][e + 1]);
-        write_pair(offset, n / 2, scaled(pair, inverse));
+        write_pair(false, offset, n / 2, scaled(pair, inverse));
       }
       if (part > 0 || lane % 4 > 0) continue;
       if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
@@ -153,7 +153,7 @@ struct DecodeCombine {
 #pragma unroll
       for (int t = 0; t < teams; ++t) sum = add_scaled(sum, shared.exchange[t][place][pair][lane], weight[t]);
       if (!sends()) {
-        write_pair(offset, pair, scaled(sum, inverse));
+        write_pair(is_piece(), offset, pair, scaled(sum, inverse));
       } else if constexpr (Shared::has_mailbox) {
         cluster().send(row, part * pairs + pair, lane % 4, sum, maximum, total);
       }
@@ -163,12 +163,12 @@ struct DecodeCombine {
   }
 
   // Writes a lane's columns of two n8 tiles (for_each_column_of_pair).
-  FP_DEVICE void write_pair(i64 offset, int pair, const float4& v) const {
+  FP_DEVICE void write_pair(bool partial, i64 offset, int pair, const float4& v) const {
     const float tiles[2][4] = {{v.x, v.y}, {v.z, v.w}};
     for_each_column_of_pair<Traits>(tiles[0], tiles[1], 0, lane, [&](int column, float first, float second) {
       column += pair * 16;
       if (column >= S::value_columns || part * S::value_columns + column >= Traits::head_dim_vo) return;
-      store_pair<Traits>(params, is_piece(), offset + part * S::value_columns + column, first, second);
+      store_pair<Traits>(params, partial, offset + part * S::value_columns + column, first, second);
     });
   }
 
