@@ -100,6 +100,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
         heads_on_axis=False,
         ns_per_token=work.columns * work.options.kv_dtype.size / card.sm_bytes_per_ns,
         ns_per_unit=500.0,
+        least_ns_of_unit=float(__import__("os").environ.get("LEAST", 0)),
         ns_per_piece=1000.0,
         min_piece_tokens=128,
         merge_rows=MERGE_ITEM_ROWS,

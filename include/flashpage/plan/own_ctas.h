@@ -100,7 +100,8 @@ class OwnCtas {
         at = end;
       }
       first_cta += num_kv_heads_ * size;
-      head_ns += model_.ns_per_unit + model_.price(request).ns * pieces.range.size();
+      head_ns += pieces.count == 1 ? model_.unit_ns(request, tile)
+                                   : model_.ns_per_unit + model_.price(request).ns * pieces.range.size();
       head_ns += (pieces.count - 1) * static_cast<double>(schedule_.ns_per_piece);
     });
     memory.lanes[count] = {first_cta, schedule_.num_ctas - first_cta, 1, 1, count, 1, 1.0, 0.0};
@@ -124,7 +125,8 @@ class OwnCtas {
       for (i32 p = 0; p < pieces.count; ++p) longest = max_of(longest, ns * (pieces.end(p) - pieces.begin(p)));
     });
     const double by_memory = all * num_kv_heads_ / schedule_.num_ctas, by_cta = schedule_.full_speed_share * longest;
-    return model_.ns_per_unit + max_of(by_memory, by_cta) + (has_cuts ? schedule_.ns_per_cluster_merge : 0.0);
+    const double unit = max_of(model_.least_ns_of_unit, model_.ns_per_unit + max_of(by_memory, by_cta));
+    return unit + (has_cuts ? schedule_.ns_per_cluster_merge : 0.0);
   }
 
   const CostModel& model_;

@@ -20,7 +20,8 @@ struct Schedule {
   i32 tile_q;            // packed rows of a unit
   i32 tile_kv;           // tokens of an inner step; cuts fall on multiples of it (from the request's token 0)
   float ns_per_token;    // for one unit
-  float ns_per_unit;     // of starting and ending one unit
+  float ns_per_unit;     // of starting and ending one unit, in addition to its tokens
+  float least_ns_of_unit;  // of a whole unit, however few its tokens: until one has passed the kernel's stages
   float few_rows_cost;   // factor of ns_per_token if a request's packed rows fill at most half a row tile
   float ns_per_piece;    // cost of one more piece of a cut unit (partial written, merged)
   float ns_per_merge;    // what merging adds to a launch in addition to ns_per_piece; small batches may do without cuts
