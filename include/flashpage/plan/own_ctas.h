@@ -125,8 +125,7 @@ class OwnCtas {
       for (i32 p = 0; p < pieces.count; ++p) longest = max_of(longest, ns * (pieces.end(p) - pieces.begin(p)));
     });
     const double by_memory = all * num_kv_heads_ / schedule_.num_ctas, by_cta = schedule_.full_speed_share * longest;
-    const double unit = max_of(model_.least_ns_of_unit, model_.ns_per_unit + max_of(by_memory, by_cta));
-    return unit + (has_cuts ? schedule_.ns_per_cluster_merge : 0.0);
+    return model_.ns_per_unit + max_of(by_memory, by_cta) + (has_cuts ? schedule_.ns_per_cluster_merge : 0.0);
   }
 
   const CostModel& model_;

@@ -96,11 +96,10 @@ FP_HOST_DEVICE const CtaStart& cta_start(const PlanHeader* plan, i32 cta) {
   return reinterpret_cast<const CtaStart*>(plan + 1)[cta];
 }
 FP_HOST_DEVICE CtaItems cta_items(const PlanHeader* plan, i32 cta) { return cta_start(plan, cta).items; }
-// `header`: a copy of *plan that was loaded earlier.
-FP_HOST_DEVICE const WorkItem* plan_items(const PlanHeader* plan, const PlanHeader& header) {
-  return reinterpret_cast<const WorkItem*>(reinterpret_cast<const char*>(plan) + header.items_offset);
+FP_HOST_DEVICE const WorkItem* plan_items(const PlanHeader* plan) {
+  return reinterpret_cast<const WorkItem*>(reinterpret_cast<const char*>(plan) + plan->items_offset);
 }
-FP_HOST_DEVICE const WorkItem* plan_items(const PlanHeader* plan) { return plan_items(plan, *plan); }
+// `header`: a copy of *plan that was loaded earlier.
 FP_HOST_DEVICE const MergeItem* plan_merges(const PlanHeader* plan, const PlanHeader& header) {
   return reinterpret_cast<const MergeItem*>(reinterpret_cast<const char*>(plan) + header.merges_offset);
 }

@@ -82,25 +82,17 @@ struct PlaceCursor {
     open_item(params, tile_q, start.first, place);
   }
   FP_DEVICE void next(const AttentionParams& params, i32 tile_q, i32 passes, const Place& last, Place& place) {
-    next(params, tile_q, passes, last, place, [&](i32 index) { return plan_items(params.plan)[index]; });
-  }
-  // As above; item_at(index) returns an item of the plan.
-  template <class ItemAt>
-  FP_DEVICE void next(const AttentionParams& params, i32 tile_q, i32 passes, const Place& last, Place& place,
-                      ItemAt&& item_at) {
     if (passes > 1 && last.pass + 1 < passes) {
       place = last;
       ++place.pass;
     } else {
-      next_unit(params, tile_q, last, place, item_at);
+      next_unit(params, tile_q, last, place);
     }
     place.parity = last.parity ^ 1;
   }
 
  private:
-  template <class ItemAt>
-  FP_DEVICE void next_unit(const AttentionParams& params, i32 tile_q, const Place& last, Place& place,
-                           ItemAt&& item_at) {
+  FP_DEVICE void next_unit(const AttentionParams& params, i32 tile_q, const Place& last, Place& place) {
     place.pass = 0;
     place.done = units_left == 0 && next_item == cta.end;
     if (units_left > 0) {
@@ -111,7 +103,7 @@ struct PlaceCursor {
       place.unit = row < packed_rows ? make_unit(params, last.item, tile_q, row, last.unit.kv_head)
                                      : make_unit(params, last.item, tile_q, 0, last.unit.kv_head + 1);
     } else if (!place.done) {
-      open_item(params, tile_q, item_of_cta(item_at(next_item), cta), place);
+      open_item(params, tile_q, item_of_cta(plan_items(params.plan)[next_item], cta), place);
     }
   }
 

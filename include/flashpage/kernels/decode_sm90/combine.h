@@ -59,8 +59,7 @@ struct DecodeCombine {
     if (is_piece()) merge_field = __ldg(reinterpret_cast<const i32*>(slotted.merge) + lane % 8);
   }
 
-  // `exchanges`: how often the CTA used the exchange so far.
-  FP_DEVICE void run(SoftmaxState<1>& state, float (&values)[S::value_tiles][4], u32& exchanges) {
+  FP_DEVICE void run(SoftmaxState<1>& state, float (&values)[S::value_tiles][4]) {
     if constexpr (Shared::has_mailbox) {
       if (is_piece() && slotted.in_cluster) {
         log_pieces = 31 - __clz(__shfl_sync(0xffffffff, merge_field, 7));  // MergeItem::num_partials
@@ -68,23 +67,21 @@ struct DecodeCombine {
         if (thread == 0) cluster().expect();
       }
     }
-    if (slotted.is_whole_slot()) return write_own(state, values);
-#pragma unroll
+#pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       if (half * 8 >= unit.num_rows) break;
-      const u32 free = ptx::shared_address(&shared.exchange_free);
-      ptx::mbarrier_wait(free, (exchanges++ & 1) ^ 1);  // all warps have read it
+      if (half > 0) ptx::named_barrier(barrier, threads);  // all warps have read the exchange
       hand_over(state, values, half);
       ptx::named_barrier(barrier, threads);
       write_rows(half);
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(free);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::written);
     if (sends()) {
       if constexpr (Shared::has_mailbox) cluster().run(thread, threads);
     } else if (is_piece()) {
       merge();
+    } else {
+      ptx::named_barrier(barrier, threads);
     }
   }
 
@@ -96,37 +93,16 @@ struct DecodeCombine {
 
   // Writes half of the warp's rows to the exchange, in the order of its lanes.
   FP_DEVICE void hand_over(const SoftmaxState<1>& state, const float (&values)[S::value_tiles][4], int half) {
-    const float sum = quad_sum(state.sum[0][half]);
+    const float sum = quad_sum(half ? state.sum[0][1] : state.sum[0][0]);
     if (lane % 4 == 0 && part == 0) {
-      shared.maximum[row_of_lane(half)][rank] = state.maximum[0][half];
+      shared.maximum[row_of_lane(half)][rank] = half ? state.maximum[0][1] : state.maximum[0][0];
       shared.sum[row_of_lane(half)][rank] = sum;
     }
-    const int e = half * 2;
 #pragma unroll
     for (int n = 0; n < S::value_tiles; n += 2)
       shared.exchange[rank][place][n / 2][lane] =
-          make_float4(values[n][e], values[n][e + 1], values[n + 1][e], values[n + 1][e + 1]);
-  }
-
-  // Writes the rows of a unit that only this team has computed.
-  FP_DEVICE void write_own(const SoftmaxState<1>& state, const float (&values)[S::value_tiles][4]) {
-    const float value_scale = value_scale_of(params, unit.kv_head);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = row_of_lane(half);
-      const float maximum = state.maximum[0][half], total = quad_sum(state.sum[0][half]);
-      if (rank > 0 || row >= unit.num_rows) continue;
-      const float inverse = total == 0.f ? 0.f : value_scale * ptx::reciprocal_approx(total);
-      const i64 offset = has_registers && half == 0 ? first_offset : out_offset<Traits>(params, item, unit, row);
-      const int e = half * 2;
-#pragma unroll
-      for (int n = 0; n < S::value_tiles; n += 2) {
-        const float4 pair = make_float4(values[n][e], values[n][e + 1], values[n + 1][e], values[n + 1][e + 1]);
-        write_pair(false, offset, n / 2, scaled(pair, inverse));
-      }
-      if (part > 0 || lane % 4 > 0) continue;
-      if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
-    }
+          half ? make_float4(values[n][2], values[n][3], values[n + 1][2], values[n + 1][3])
+               : make_float4(values[n][0], values[n][1], values[n + 1][0], values[n + 1][1]);
   }
 
   // Combines these rows over all teams, for the columns that this team sums: pairs of n8 tiles.
@@ -153,7 +129,7 @@ struct DecodeCombine {
 #pragma unroll
       for (int t = 0; t < teams; ++t) sum = add_scaled(sum, shared.exchange[t][place][pair][lane], weight[t]);
       if (!sends()) {
-        write_pair(is_piece(), offset, pair, scaled(sum, inverse));
+        write_pair(offset, pair, scaled(sum, inverse));
       } else if constexpr (Shared::has_mailbox) {
         cluster().send(row, part * pairs + pair, lane % 4, sum, maximum, total);
       }
@@ -163,12 +139,12 @@ struct DecodeCombine {
   }
 
   // Writes a lane's columns of two n8 tiles (for_each_column_of_pair).
-  FP_DEVICE void write_pair(bool partial, i64 offset, int pair, const float4& v) const {
+  FP_DEVICE void write_pair(i64 offset, int pair, const float4& v) const {
     const float tiles[2][4] = {{v.x, v.y}, {v.z, v.w}};
     for_each_column_of_pair<Traits>(tiles[0], tiles[1], 0, lane, [&](int column, float first, float second) {
       column += pair * 16;
       if (column >= S::value_columns || part * S::value_columns + column >= Traits::head_dim_vo) return;
-      store_pair<Traits>(params, partial, offset + part * S::value_columns + column, first, second);
+      store_pair<Traits>(params, is_piece(), offset + part * S::value_columns + column, first, second);
     });
   }
 

@@ -35,7 +35,6 @@ struct DecodeCompute {
   int part = warp % Traits::warps_v;  // part of the value columns
   u32 use = 0;                        // uses of the ring before this unit
   u32 clearings = 0;                  // of this team so far
-  u32 exchanges = 0;                  // of the teams' states so far
 
   FP_DEVICE DecodeCompute(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
@@ -74,7 +73,6 @@ struct DecodeCompute {
     const int slots = slotted.slots;
     // The team's rank in this unit. States are summed in this order, so that it does not depend on earlier units.
     const int rank = (team - use) % teams;
-    if (!S::rotate && rank > 0 && slotted.is_whole_slot()) return;  // another team's alone
     DecodeCombine<Traits> combine(shared, params, slotted, unit, rank, first_row, part, thread);
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
@@ -123,7 +121,7 @@ struct DecodeCompute {
       if (lane == 0) shared.ring.release(use + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
-    combine.run(state, values[0], exchanges);
+    combine.run(state, values[0]);
   }
 
   // The rotation of a slot's first token, computed before the slot is waited for.

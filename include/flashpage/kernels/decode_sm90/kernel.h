@@ -70,7 +70,6 @@ struct DecodeSm90 {
     }
     shared.ring.init(DecodeLoad<Traits, Shared>::SlotLoader::arrivals, Warps::team);
     shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
-    ptx::mbarrier_init(ptx::shared_address(&shared.exchange_free), Warps::computing);
     for (u64& cleared : shared.cleared) ptx::mbarrier_init(ptx::shared_address(&cleared), 32 * Warps::team);
     if constexpr (Shared::has_mailbox) shared.mailbox.init();
     ptx::mbarrier_init_fence();

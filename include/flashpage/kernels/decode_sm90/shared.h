@@ -66,7 +66,6 @@ struct DecodeShared {
   SlottedPlace places[places_ahead];
   SlotRing<Traits::stages> ring;
   SlotRing<places_ahead> place_ring;
-  u64 exchange_free;              // barrier: all warps have read the exchange
   u64 cleared[Traits::warps_kv];  // barriers, one for the warps of each team
   u32 others_were_done;
   u32 is_last_piece;

@@ -9,44 +9,6 @@
 
 namespace flashpage {
 
-// The CTA's next items, two in a word of each lane and the two after them on their way, so that a short unit does not
-// wait for its item.
-struct ItemsAhead {
-  static constexpr int words_an_item = sizeof(WorkItem) / sizeof(u32), items = 32 / words_an_item;
-
-  const u32* first_word;  // of the plan's items
-  i32 end;                // of the CTA's items
-  i32 first;              // item in `words`
-  u32 words, following;
-  int lane = threadIdx.x % 32;
-
-  FP_DEVICE ItemsAhead(const WorkItem* all, const CtaItems& cta)
-      : first_word(reinterpret_cast<const u32*>(all)), end(cta.end), first(cta.begin + 1) {
-    words = load(first);
-    following = load(first + items);
-  }
-
-  // Called with each index in order, by all lanes.
-  FP_DEVICE WorkItem take(i32 index) {
-    if (index == first + items) {
-      first = index;
-      words = following;
-      following = load(first + items);
-    }
-    WorkItem item;
-    u32* to = reinterpret_cast<u32*>(&item);
-#pragma unroll
-    for (int i = 0; i < words_an_item; ++i)
-      to[i] = __shfl_sync(0xffffffff, words, (index - first) * words_an_item + i);
-    return item;
-  }
-
- private:
-  FP_DEVICE u32 load(i32 index) const {
-    return index + lane / words_an_item < end ? __ldg(first_word + static_cast<i64>(index) * words_an_item + lane) : 0;
-  }
-};
-
 // Every loading warp goes through the same units and loads its share of the slots, one in `warps`. The last warp, whose
 // first slot is needed last, also publishes the units and their Q.
 template <class Traits, class Shared>
@@ -78,8 +40,6 @@ struct DecodeLoad {
     PlaceCursor cursor;
     Place place;
     cursor.first(params, Traits::tile_q, from_plan_words<CtaStart>(0), place);
-    const PlanHeader header = from_plan_words<PlanHeader>(start_words);
-    ItemsAhead items(plan_items(params.plan, header), cursor.cta);
     if (threadIdx.x == 0) stamp<Traits>(params, Stamp::plan_known);
     const SlotLoader loader(shared, params, maps);
     u32 use = 0;  // ring use of the unit's first slot
@@ -88,13 +48,12 @@ struct DecodeLoad {
     u32 unit_use = 0;
     while (!place.done) {
       publish(place, source, unit_use++, cursor.cta);
-      // The lookups of the next unit are issued before this unit waits for its own. Only the CTA's first slots go first.
-      const int slots = source.slots, early = unit_use == 1 ? min_of(slots, Traits::stages) : 0;
+      const int slots = source.slots, early = min_of(slots, Traits::stages);
       int slot = first_own(use);
       for (; slot < early; slot += warps) loader.load(source, slot, use + slot);
       if (threadIdx.x == 0) stamp_first<Traits>(params, Stamp::first_load);
       Place next;  // its first lookups are in flight while this unit is loaded
-      cursor.next(params, Traits::tile_q, 1, place, next, [&](i32 index) { return items.take(index); });
+      cursor.next(params, Traits::tile_q, 1, place, next);
       Source following;
       if (!next.done) following = loader.open(next, first_own(use + slots));
       for (; slot < slots; slot += warps) loader.load(source, slot, use + slot);

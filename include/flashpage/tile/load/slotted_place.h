@@ -13,9 +13,6 @@ struct SlottedPlace {
   u32* arrivals;
   u32 others_are_done;  // 1: all other pieces of the unit were done shortly before this one ends
   u32 in_cluster;       // true if all pieces of this unit are in this cluster, which then merges them
-
-  // Whether one slot has the whole unit, so that the team of the slot writes the rows.
-  FP_DEVICE bool is_whole_slot() const { return slots <= 1 && place.item.partial_row < 0; }
 };
 
 }  // namespace flashpage

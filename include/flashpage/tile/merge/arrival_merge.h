@@ -44,7 +44,7 @@ struct MergeGroups {
 
 // A job is one row and 128 columns. If there are more warps than jobs, several share one, and each sums some of the
 // partials. If there are more jobs, a warp does `together` at a time, and loads `batch` partials of each at once.
-template <class Traits, int warps, int together = 4, int batch = 2, bool has_groups = false>
+template <class Traits, int warps, int together = 4, int batch = 2, bool is_short = false>
 struct ArrivalMerge {
   using Out = typename Traits::Out;
   static constexpr int columns_a_job = 128;
@@ -61,21 +61,30 @@ struct ArrivalMerge {
   // divisions, and addresses are steps from a row's first partial.
   FP_DEVICE void run(float (*sums)[sums_pitch], int warp) const {
     const int jobs = merge.num_rows * jobs_a_row;
-    if constexpr (Traits::tile_q * jobs_a_row > warps) {
+    if constexpr (!is_short && Traits::tile_q * jobs_a_row > warps) {
       if (jobs > warps) return run_many(jobs, warp, warps);
     }
     int shift = 0;  // log2 of the warps that share a job
     while (jobs << (shift + 1) <= warps && (16 << shift) < merge.num_partials + 16) ++shift;
     const int share = warp & ((1 << shift) - 1);
-    Job job[1] = {Job(*this, warp >> shift)};
-    sum_partials<8>(job, share, shift);
-    if (shift > 0) {
-      *reinterpret_cast<float4*>(sums[warp] + lane * 4) = job[0].sum;
-      if (lane == 0) sums[warp][columns_a_job] = job[0].total;
-      ptx::named_barrier(barrier, warps * 32);
-      if (share == 0) add_shares(job[0], 1 << shift, sums + warp);
-    }
-    if (share == 0) write(job[0]);
+    constexpr int count = is_short ? together : 1;
+    int first = warp >> shift;
+    do {  // once at least, for the barrier
+      Job mine[count];
+#pragma unroll
+      for (int i = 0; i < count; ++i) mine[i] = Job(*this, first + i * warps);
+      sum_partials<8>(mine, share, shift);
+      if (shift > 0) {
+        *reinterpret_cast<float4*>(sums[warp] + lane * 4) = mine[0].sum;
+        if (lane == 0) sums[warp][columns_a_job] = mine[0].total;
+        ptx::named_barrier(barrier, warps * 32);
+        if (share == 0) add_shares(mine[0], 1 << shift, sums + warp);
+      }
+      if (share > 0) break;
+#pragma unroll
+      for (const Job& job : mine) write(job);
+      first += count * warps;
+    } while (first < jobs);
   }
 
   // As `run`, by all of `ctas` CTAs: each does every ctas-th job.
@@ -191,7 +200,7 @@ struct ArrivalMerge {
   FP_DEVICE void write(const Job& job) const {
     if (!job.inside) return;
     const float4 merged = scaled(job.sum, job.total == 0.f ? 0.f : ptx::reciprocal_approx(job.total));
-    if (has_groups && group_lses) {
+    if (is_short && group_lses) {
       const i64 first = merge.partial_row + job.row;
       store4(params.partial_out + first * Traits::head_dim_vo + job.column, merged);
       if (job.column == 0) group_lses[job.row] = row_lse(job.maximum, job.total);  // other warps may read the partial's
