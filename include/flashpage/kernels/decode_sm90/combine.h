@@ -67,7 +67,7 @@ struct DecodeCombine {
         if (thread == 0) cluster().expect();
       }
     }
-#pragma unroll 1
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half * 8 >= unit.num_rows) break;
       if (half > 0) ptx::named_barrier(barrier, threads);  // all warps have read the exchange
@@ -93,16 +93,16 @@ struct DecodeCombine {
 
   // Writes half of the warp's rows to the exchange, in the order of its lanes.
   FP_DEVICE void hand_over(const SoftmaxState<1>& state, const float (&values)[S::value_tiles][4], int half) {
-    const float sum = quad_sum(half ? state.sum[0][1] : state.sum[0][0]);
+    const float sum = quad_sum(state.sum[0][half]);
     if (lane % 4 == 0 && part == 0) {
-      shared.maximum[row_of_lane(half)][rank] = half ? state.maximum[0][1] : state.maximum[0][0];
+      shared.maximum[row_of_lane(half)][rank] = state.maximum[0][half];
       shared.sum[row_of_lane(half)][rank] = sum;
     }
+    const int e = half * 2;
 #pragma unroll
     for (int n = 0; n < S::value_tiles; n += 2)
       shared.exchange[rank][place][n / 2][lane] =
-          half ? make_float4(values[n][2], values[n][3], values[n + 1][2], values[n + 1][3])
-               : make_float4(values[n][0], values[n][1], values[n + 1][0], values[n + 1][1]);
+          make_float4(values[n][e], values[n][e + 1], values[n + 1][e], values[n + 1][e + 1]);
   }
 
   // Combines these rows over all teams, for the columns that this team sums: pairs of n8 tiles.
@@ -153,44 +153,18 @@ struct DecodeCombine {
     i32* fields = reinterpret_cast<i32*>(&merge);
 #pragma unroll
     for (int i = 0; i < 8; ++i) fields[i] = __shfl_sync(0xffffffff, merge_field, i);
-    using Merge = ArrivalMerge<Traits, Warps::computing, 2, 8, true>;
-    const i32 group_pieces = MergeGroups::pieces_of(merge, merge.num_rows * Merge::jobs_a_row, Warps::computing);
-    float* const group_lses = &shared.maximum[0][0];  // free, because all rows are written
-    const i32 group = group_pieces > 0 ? item.piece / group_pieces : 0, pieces = merge.num_partials;
-    bool is_group = group_pieces > 0;
-    if (is_group) {
-      merge.partial_row += group * group_pieces * merge.partial_stride;
-      merge.num_partials = min_of(group_pieces, pieces - group * group_pieces);
-    }
     // Barriers have ordered the CTA's own rows before this.
     if (thread == 0) {
-      shared.others_were_done = !is_group && ptx::load_acquire_shared(&slotted.others_are_done);
+      shared.others_were_done = ptx::load_acquire_shared(&slotted.others_are_done);
       if (shared.others_were_done) *slotted.arrivals = 0;
     }
     ptx::named_barrier(barrier, threads);
     if (!shared.others_were_done) {
-      if (thread == 0) {
-        shared.is_last_piece = is_group ? MergeGroups::is_last_of_group(slotted.arrivals, group, merge.num_partials)
-                                        : is_last_arrival(slotted.arrivals, pieces);
-      }
+      if (thread == 0) shared.is_last_piece = is_last_arrival(slotted.arrivals, merge.num_partials);
       ptx::named_barrier(barrier, threads);
       if (!shared.is_last_piece) return;
     }
-#pragma unroll 1
-    while (true) {
-      Merge{params, merge, lane, is_group ? group_lses : nullptr}.run(shared.merge_sums, thread / 32);
-      if (!is_group) return;
-      is_group = false;
-      ptx::named_barrier(barrier, threads);
-      if (thread < merge.num_rows) params.partial_lse[merge.partial_row + thread] = group_lses[thread];
-      merge.partial_row -= group * group_pieces * merge.partial_stride;
-      merge.partial_stride *= group_pieces;
-      merge.num_partials = (pieces + group_pieces - 1) / group_pieces;
-      ptx::named_barrier(barrier, threads);
-      if (thread == 0) shared.is_last_piece = MergeGroups::is_last_group(slotted.arrivals, merge.num_partials);
-      ptx::named_barrier(barrier, threads);
-      if (!shared.is_last_piece) return;
-    }
+    ArrivalMerge<Traits, Warps::computing>{params, merge, lane}.run(shared.merge_sums, thread / 32);
   }
 };
 

@@ -20,31 +20,9 @@ FP_DEVICE bool is_last_arrival(u32* counter, i32 num_pieces) {
   return last;
 }
 
-// Units of many pieces are merged in two steps, if one CTA would take long: the last CTA of each group of consecutive
-// pieces merges the group into the group's first partial, and the last one of those merges the groups. One counter has
-// the arrivals of each group and the groups that are merged.
-struct MergeGroups {
-  static constexpr u32 count = 4, bits = 7, most = (1 << bits) - 1;  // groups; bits and most pieces of a group's count
-
-  // Pieces of a group, all but the last one; 0: the unit is merged in one step.
-  FP_DEVICE static i32 pieces_of(const MergeItem& merge, int jobs, int warps) {
-    if (merge.num_partials <= 32 || jobs <= warps || merge.num_partials > static_cast<i32>(count * most)) return 0;
-    return (merge.num_partials + count - 1) / count;
-  }
-  FP_DEVICE static bool is_last_of_group(u32* counter, u32 group, i32 pieces) {
-    const u32 before = ptx::add_acquire_release(counter, 1u << (group * bits));
-    return (before >> (group * bits) & most) == static_cast<u32>(pieces) - 1;
-  }
-  FP_DEVICE static bool is_last_group(u32* counter, u32 groups) {
-    const bool is_last = ptx::add_acquire_release(counter, 1u << (count * bits)) >> (count * bits) == groups - 1;
-    if (is_last) *counter = 0;
-    return is_last;
-  }
-};
-
 // A job is one row and 128 columns. If there are more warps than jobs, several share one, and each sums some of the
-// partials. If there are more jobs, a warp does `together` at a time, and loads `batch` partials of each at once.
-template <class Traits, int warps, int together = 4, int batch = 2, bool is_short = false>
+// partials. If there are more jobs, a warp does four at a time.
+template <class Traits, int warps>
 struct ArrivalMerge {
   using Out = typename Traits::Out;
   static constexpr int columns_a_job = 128;
@@ -55,36 +33,26 @@ struct ArrivalMerge {
   const AttentionParams& params;
   const MergeItem& merge;
   int lane;
-  float* group_lses = nullptr;  // [num_rows], shared memory: the result goes to the first partial, but for its LSEs
 
   // Called by all `warps`; `sums` has one row of columns for each. The launch waits for this merge, so it avoids
   // divisions, and addresses are steps from a row's first partial.
   FP_DEVICE void run(float (*sums)[sums_pitch], int warp) const {
     const int jobs = merge.num_rows * jobs_a_row;
-    if constexpr (!is_short && Traits::tile_q * jobs_a_row > warps) {
+    if constexpr (Traits::tile_q * jobs_a_row > warps) {
       if (jobs > warps) return run_many(jobs, warp, warps);
     }
     int shift = 0;  // log2 of the warps that share a job
     while (jobs << (shift + 1) <= warps && (16 << shift) < merge.num_partials + 16) ++shift;
     const int share = warp & ((1 << shift) - 1);
-    constexpr int count = is_short ? together : 1;
-    int first = warp >> shift;
-    do {  // once at least, for the barrier
-      Job mine[count];
-#pragma unroll
-      for (int i = 0; i < count; ++i) mine[i] = Job(*this, first + i * warps);
-      sum_partials<8>(mine, share, shift);
-      if (shift > 0) {
-        *reinterpret_cast<float4*>(sums[warp] + lane * 4) = mine[0].sum;
-        if (lane == 0) sums[warp][columns_a_job] = mine[0].total;
-        ptx::named_barrier(barrier, warps * 32);
-        if (share == 0) add_shares(mine[0], 1 << shift, sums + warp);
-      }
-      if (share > 0) break;
-#pragma unroll
-      for (const Job& job : mine) write(job);
-      first += count * warps;
-    } while (first < jobs);
+    Job job[1] = {Job(*this, warp >> shift)};
+    sum_partials(job, share, shift);
+    if (shift > 0) {
+      *reinterpret_cast<float4*>(sums[warp] + lane * 4) = job[0].sum;
+      if (lane == 0) sums[warp][columns_a_job] = job[0].total;
+      ptx::named_barrier(barrier, warps * 32);
+      if (share == 0) add_shares(job[0], 1 << shift, sums + warp);
+    }
+    if (share == 0) write(job[0]);
   }
 
   // As `run`, by all of `ctas` CTAs: each does every ctas-th job.
@@ -93,18 +61,18 @@ struct ArrivalMerge {
     if (jobs > step) return run_many(jobs, first, step);
     if (first >= jobs) return;
     Job job[1] = {Job(*this, first)};
-    sum_partials<8>(job, 0, 0);
+    sum_partials(job, 0, 0);
     write(job[0]);
   }
 
  private:
   FP_DEVICE void run_many(int jobs, int begin, int step) const {
+    constexpr int together = 4;
 #pragma unroll 1
     for (int first = begin; first < jobs; first += together * step) {
-      Job mine[together];
-#pragma unroll
-      for (int i = 0; i < together; ++i) mine[i] = Job(*this, first + i * step);
-      sum_partials<batch>(mine, 0, 0);
+      Job mine[together] = {Job(*this, first), Job(*this, first + step), Job(*this, first + 2 * step),
+                            Job(*this, first + 3 * step)};
+      sum_partials(mine, 0, 0);
 #pragma unroll
       for (const Job& job : mine) write(job);
     }
@@ -119,7 +87,6 @@ struct ArrivalMerge {
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     float maximum = ptx::negative_infinity(), total = 0.f;
 
-    Job() = default;
     FP_DEVICE Job(const ArrivalMerge& of, int index)
         : row(index / jobs_a_row), column(index % jobs_a_row * columns_a_job + of.lane * 4) {
       inside = row < of.merge.num_rows && column < Traits::head_dim_vo;
@@ -130,13 +97,14 @@ struct ArrivalMerge {
   };
 
   // Sums a warp's share of the partials for all of its jobs at once.
-  template <int at_once, int count>
+  template <int count>
   FP_DEVICE void sum_partials(Job (&jobs)[count], int share, int shift) const {
+    constexpr int batch = 8 / count;  // partials of a job whose loads are in flight at once
     for (int begin = 0; begin < merge.num_partials; begin += 32) {
       const int here = min_of(32, merge.num_partials - begin), mine = (here + (1 << shift) - 1) >> shift;
       const int from = begin + share * mine, to = min_of(begin + here, from + mine);
       float lse[count];
-      float4 values[count][at_once];
+      float4 values[count][batch];
 #pragma unroll
       for (int j = 0; j < count; ++j) {
         const bool exists = lane < here && jobs[j].row < merge.num_rows;
@@ -154,16 +122,13 @@ struct ArrivalMerge {
         job.total *= rescale;
         job.sum = scaled(job.sum, rescale);
       }
-      for (int p = from; p < to; p += at_once) {
-        if (p > from) {
-#pragma unroll
-          for (int j = 0; j < count; ++j) load_batch(values[j], jobs[j], p, to);
-        }
+      for (int p = from; p < to; p += batch) {
 #pragma unroll
         for (int j = 0; j < count; ++j) {
           Job& job = jobs[j];
+          if (p > from) load_batch(values[j], job, p, to);
 #pragma unroll
-          for (int i = 0; i < at_once; ++i) {
+          for (int i = 0; i < batch; ++i) {
             float of_partial = __shfl_sync(0xffffffff, weight[j], (p - begin + i) & 31);
             if (p + i >= to) of_partial = 0.f;
             job.total += of_partial;
@@ -199,15 +164,8 @@ struct ArrivalMerge {
 
   FP_DEVICE void write(const Job& job) const {
     if (!job.inside) return;
-    const float4 merged = scaled(job.sum, job.total == 0.f ? 0.f : ptx::reciprocal_approx(job.total));
-    if (is_short && group_lses) {
-      const i64 first = merge.partial_row + job.row;
-      store4(params.partial_out + first * Traits::head_dim_vo + job.column, merged);
-      if (job.column == 0) group_lses[job.row] = row_lse(job.maximum, job.total);  // other warps may read the partial's
-      return;
-    }
     PackedRow at = unpack_row(params, merge.kv_head, merge.first_packed_row + job.row);
-    store4(out_row(at) + job.column, merged);
+    store4(out_row(at) + job.column, scaled(job.sum, job.total == 0.f ? 0.f : ptx::reciprocal_approx(job.total)));
     if (job.column == 0 && params.lse) {
       params.lse[static_cast<i64>(merge.q_begin + at.row) * params.num_q_heads + at.head] =
           row_lse(job.maximum, job.total);
