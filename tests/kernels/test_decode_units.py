@@ -1,5 +1,5 @@
 """decode_sm90 whole on the host: units of no, few and many tokens that follow each other in a CTA, and units of many
-pieces, whose merge has two steps. Copies arrive late and in any order."""
+pieces. Copies arrive late and in any order."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ CASES = [
     Case("short-page-16", "boxes, a slot or less next to several slots", _LENGTHS, _ONES, num_q_heads=6, sinks=True),
     Case("short-page-1", "rows, a slot or less next to several slots", _LENGTHS, _ONES, num_q_heads=20, page_size=1),
     Case("short-rows-20", "both halves of two row tiles", (3, 200, 40), (1, 2, 1), num_q_heads=20, num_kv_heads=1),
-    Case("pieces", "12 rows in some 36 pieces: four groups merge theirs", (1190,), (1,), num_q_heads=12, num_kv_heads=1),
-    Case("pieces-d-192", "two jobs a row", (1125, 20), (1, 1), num_q_heads=9, num_kv_heads=1, head_dim=192),
-    Case("pieces-one-step", "few rows in many pieces", (1190,), (1,), num_q_heads=3, num_kv_heads=1),
+    Case("pieces", "12 rows in 38 pieces: more jobs than warps", (1190,), (1,), num_q_heads=12, num_kv_heads=1),
+    Case(
+        "pieces-d-192", "two jobs a row, in 36 pieces", (1125, 20), (1, 1), num_q_heads=9, num_kv_heads=1, head_dim=192
+    ),
+    Case("pieces-shared", "three rows in 38 pieces: warps share a row", (1190,), (1,), num_q_heads=3, num_kv_heads=1),
 ]
 
 

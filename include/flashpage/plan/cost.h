@@ -52,8 +52,8 @@ struct CostModel {
     return {min_of(end, first_visible(visibility, first, request.kv_begin)), end};
   }
 
-  // The cost of a whole unit. Only a request's only row tile has a least value, which TileCosts leaves out: kernels with
-  // such a value take requests of few rows.
+  // The cost of a whole unit. Only a request's only row tile has a least value, which TileCosts leaves out: kernels
+  // with such a value take requests of few rows.
   FP_HOST_DEVICE double unit_ns(const Request& request, i32 tile) const {
     const double ns = ns_per_unit + product(price(request).ns, visible(request, tile).size());
     return request.tiles == 1 ? max_of(ns, least_ns_of_unit) : ns;
@@ -209,8 +209,7 @@ class TileCosts {
 FP_HOST_DEVICE double cost_on_axis(const CostModel& model, i32 heads, const Request& request) {
   constexpr double steps_per_ns = 1024.0;
   if (request.tiles == 0) return 0.0;
-  const double cost =
-      request.tiles == 1 ? model.unit_ns(request, 0) : TileCosts(model, request).prefix(request.tiles);
+  const double cost = request.tiles == 1 ? model.unit_ns(request, 0) : TileCosts(model, request).prefix(request.tiles);
   return static_cast<double>(static_cast<i64>(heads * cost * steps_per_ns + 0.5)) / steps_per_ns;
 }
 
