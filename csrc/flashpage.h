@@ -155,6 +155,7 @@ struct fp_parts {
   const fp_schedule* many;
   // Written by fp_parts_count.
   int64_t few_requests, few_rows, many_requests, many_rows;  // rows of q
+  int64_t few_typical_rows;                                  // by which the kernel of few rows is chosen
   // Written with the plan.
   double whole_ns, parts_ns;   // costs by the schedules
   int64_t second_offset;       // bytes from the first plan to the second

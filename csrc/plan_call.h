@@ -14,6 +14,7 @@ struct fp_batch {
   int64_t kv_begin, kv_end;  // written: kv_indptr's first and last entry
   int64_t least_rows;        // written: fewest rows of a request that has any, by q_indptr (0 without)
   int64_t most_rows;         // written: most rows of a request
+  int64_t typical_rows;      // written by planning: rows of a request by which its kernel is chosen
   int32_t* page_buffer;      // not null: captured launches read page numbers here; numbers elsewhere are copied here
   int64_t page_buffer_entries;
   fp_slots* page_slots;         // copy page numbers of the host to a buffer on a card; null: they are not taken
@@ -60,7 +61,7 @@ struct fp_context_table {
 FP_API int32_t fp_contexts_of(const fp_context_table*, int64_t requests, int64_t rows, int64_t tokens,
                               int32_t has_equal_rows);
 
-// The batches that a kernel serves: rows of a request on average, rounded up.
+// The batches that a kernel serves: typical rows of a request.
 struct fp_row_class {
   int64_t least, most;
 };
@@ -84,6 +85,7 @@ struct fp_plan_call {
   const fp_schedule* schedule;
   fp_row_class row_class;  // that the schedule's kernel serves; most < 0: no kernel is chosen yet
   int32_t contexts;        // the class that the kernel serves; below 0: any
+  int32_t weighs_rows;     // 1: rows count by the tokens that they see; 0: their average is typical
   int32_t made_parts;      // written: 1 if there are two plans, which `parts` describes
   const fp_context_table* context_table;
   fp_parts* parts;         // null: no batch is divided

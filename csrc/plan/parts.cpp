@@ -10,6 +10,7 @@
 #include "flashpage/plan/cost.h"
 #include "flashpage/plan/work_item.h"
 #include "plan/planner.h"
+#include "plan/typical_rows.h"
 
 using namespace flashpage;
 
@@ -119,16 +120,16 @@ int32_t plan_parts(const fp_problem& problem, fp_parts& parts, void* buffer, int
 
 void fp_parts_count(const fp_problem* problem, fp_parts* parts) {
   parts->few_requests = parts->few_rows = parts->many_requests = parts->many_rows = 0;
+  parts->few_typical_rows = 1;
   if (problem->q_indptr.data == nullptr) return;  // all requests have the same number of rows
-  const auto row = [array = problem->q_indptr](int64_t i) {
-    const int64_t at = i * array.stride;
-    return array.is_int64 ? static_cast<const int64_t*>(array.data)[at] : static_cast<const int32_t*>(array.data)[at];
-  };
-  for (int64_t i = 0; i < problem->batch; ++i) {
-    const int64_t rows = row(i + 1) - row(i);
+  host::TypicalRows typical(problem->num_q_heads / problem->num_kv_heads);
+  for (int32_t i = 0; i < problem->batch; ++i) {
+    const int64_t rows = host::rows_of_request(*problem, i);
     if (rows <= 0) continue;
     const bool is_few = rows <= parts->most_few_rows;
     (is_few ? parts->few_requests : parts->many_requests) += 1;
     (is_few ? parts->few_rows : parts->many_rows) += rows;
+    if (is_few) typical.add(rows, host::tokens_of_request(*problem, i));
   }
+  parts->few_typical_rows = typical.rows();
 }

@@ -8,6 +8,7 @@
 #include "errors.h"
 #include "plan/contexts.h"
 #include "plan/slots.h"
+#include "plan/typical_rows.h"
 #include "python.h"
 
 namespace flashpage::host {
@@ -190,9 +191,19 @@ int32_t copy_page_numbers(fp_batch& batch, void* stream) {
 
 // ---------------------------------------------------------------- choice of kernels
 
-bool holds(const fp_row_class& rows, int64_t requests, int64_t total) {
-  const int64_t average = requests > 0 ? (total + requests - 1) / requests : 1;
-  return rows.least <= average && average <= rows.most;
+int64_t average(int64_t requests, int64_t rows) { return requests > 0 ? ceil_div(rows, requests) : 1; }
+
+bool holds(const fp_row_class& rows, int64_t typical) { return rows.least <= typical && typical <= rows.most; }
+
+int64_t typical_rows(const fp_plan_call& call) {
+  const fp_batch& batch = *call.batch;
+  const bool is_even = batch.least_rows == batch.most_rows || batch.q_indptr.data == nullptr;
+  if (!call.weighs_rows || is_even || batch.row_runs != nullptr) return average(batch.requests, batch.rows);
+  TypicalRows typical(call.problem.num_q_heads / call.problem.num_kv_heads);
+  for (int32_t i = 0; i < batch.requests; ++i) {
+    typical.add(rows_of_request(call.problem, i), tokens_of_request(call.problem, i));
+  }
+  return typical.rows();
 }
 
 bool has_few_and_many(const fp_plan_call& call) {
@@ -211,8 +222,9 @@ int64_t tokens_of(const fp_batch& batch, int64_t page_size) {
 
 // Whether the kernels that were chosen for an earlier batch also serve this one.
 bool is_for(fp_plan_call& call) {
-  const fp_batch& batch = *call.batch;
-  if (!holds(call.row_class, batch.requests, batch.rows)) return false;
+  fp_batch& batch = *call.batch;
+  batch.typical_rows = typical_rows(call);
+  if (!holds(call.row_class, batch.typical_rows)) return false;
   const double rows = static_cast<double>(batch.rows);
   if (rows >= std::min(call.gathered_rows_of_request * batch.requests, call.gathered_rows)) return false;
   if (call.contexts >= 0) {
@@ -225,8 +237,8 @@ bool is_for(fp_plan_call& call) {
   if (!has_few_and_many(call)) return true;
   fp_parts& parts = *call.parts;
   fp_parts_count(&call.problem, &parts);
-  return holds(call.few_class, parts.few_requests, parts.few_rows) &&
-         holds(call.many_class, parts.many_requests, parts.many_rows);
+  return holds(call.few_class, parts.few_typical_rows) &&
+         holds(call.many_class, average(parts.many_requests, parts.many_rows));
 }
 
 int32_t write_plan(fp_plan_call& call, bool is_chosen) {

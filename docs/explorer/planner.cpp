@@ -59,7 +59,9 @@ double unit_cost(const plan::CostModel& model, const plan::Request& request, int
                  double ns_per_unit) {
   const TokenRange seen = model.visible(request, tile);
   const int32_t tokens = max_of(0, min_of(end, seen.end) - max_of(begin, seen.begin));
-  return ns_per_unit + model.price(request).ns * tokens;
+  const double ns = ns_per_unit + model.price(request).ns * tokens;
+  const bool is_only = request.tiles == 1 && tokens == seen.size();
+  return is_only ? max_of(ns, model.least_ns_of_unit) : ns;
 }
 
 double item_cost(const plan::CostModel& model, const fp_schedule& schedule, const WorkItem& item) {

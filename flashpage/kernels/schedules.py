@@ -55,6 +55,7 @@ def schedule(
         tile_kv=tile.tile_kv,
         ns_per_token=cost.ns_per_token,
         ns_per_unit=cost.ns_per_unit,
+        least_ns_of_unit=cost.least_ns_of_unit,
         few_rows_cost=cost.few_rows_cost,
         ns_per_piece=cost.ns_per_piece,
         ns_per_merge=cost.ns_per_merge,

@@ -44,6 +44,7 @@ class Cost:
     ns_per_piece: float
     min_piece_tokens: int
     merge_rows: int
+    least_ns_of_unit: float = 0.0  # of a whole unit, however few its tokens
     max_pieces: int = 0  # of one unit; 0: no limit
     few_rows_cost: float = 1.0  # factor of ns_per_token if a request's packed rows fill at most half a row tile
     ns_per_merge: float = 0.0  # what merging adds to a launch besides ns_per_piece; 0: not known

@@ -96,10 +96,10 @@ class MixedBatchPlan:
         return self._address
 
     def count(self, problem_address: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Counts the requests and rows of each part."""
+        """Requests and rows of each part by which its kernel is chosen: one typical request of the first."""
         found = self._struct
         native.load().fp_parts_count(problem_address, self._address)
-        return (found.few_requests, found.few_rows), (found.many_requests, found.many_rows)
+        return (1, found.few_typical_rows), (found.many_requests, found.many_rows)
 
     def use(self, whole: PreparedKernels, few: PreparedKernels, many: PreparedKernels) -> None:
         """Takes the kernels of the whole batch, of the requests with few rows, and of those with many."""

@@ -105,6 +105,7 @@ class OptionPlan:
         problem.page_size, problem.q_len_per_request = options.page_span, options.uniform_q_len
         problem.has_custom_mask, problem.visibility = options.has_mask, options.visibility
         problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
+        call.weighs_rows = not (batch.is_graph or batch.capacity or options.is_latent or options.is_batch_invariant)
         may_gather = not batch.is_graph and gather_rows.runs_on(batch.device)
         least = self._worth_gathering.least() if may_gather else (math.inf, math.inf)
         call.gathered_rows_of_request, call.gathered_rows = least
@@ -177,14 +178,13 @@ class OptionPlan:
         call, struct, options = self.call, batch.struct, self.options
         requests, rows = struct.requests, struct.rows
         batch.check_rows(options.group_size)
-        contexts = ContextClass.USUAL
-        call.contexts = -1
+        contexts, call.contexts = ContextClass.USUAL, -1
         if self._contexts.may_differ and not batch.is_graph:
             contexts = self._contexts.of(requests, rows, batch.tokens(options.page_span), batch.has_equal_rows)
             call.contexts = CLASSES.index(contexts)
         self.gathered, self._is_of_all = gathered, batch.is_graph
-        whole = self._prepared_for(batch, requests, rows, contexts=contexts, gathers=gathered is not None)
-        self._whole = whole
+        typical = (1, struct.typical_rows) if call.weighs_rows else (requests, rows)
+        self._whole = whole = self._prepared_for(batch, *typical, contexts=contexts, gathers=gathered is not None)
         call.schedule = whole.schedule_address
         call.problem.has_mask_tiles = whole.choice.spec.mask_source == "function"
         room = batch.workspaces.partial_rows(options.head_dim_vo)

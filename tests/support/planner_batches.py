@@ -51,6 +51,7 @@ class Cutting:
     tile_kv: int = 64
     ns_per_token: float = 3.6
     ns_per_unit: float = 400.0
+    least_ns_of_unit: float = 0.0
     few_rows_cost: float = 1.0
     ns_per_piece: float = 1500.0
     ns_per_merge: float = 0.0

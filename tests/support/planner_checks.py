@@ -111,7 +111,9 @@ def check(planned: Planned) -> dict[str, np.ndarray]:
 
     tokens = np.where(is_cut, pieces["kv_end"] - pieces["kv_begin"], end - begin)
     fixed = np.where(pieces["piece"] > 0, cutting.ns_per_piece, cutting.ns_per_unit)
-    pieces["cost"] = fixed + ns_per_token(batch, cutting, pieces["request"]) * tokens
+    cost = fixed + ns_per_token(batch, cutting, pieces["request"]) * tokens
+    has_least = ~is_cut & (batch.q_lens[pieces["request"]] * batch.group <= cutting.tile_q)
+    pieces["cost"] = np.where(has_least, np.maximum(cost, cutting.least_ns_of_unit), cost)
     return pieces
 
 
@@ -300,7 +302,7 @@ def granularity(batch: Batch, cutting: Cutting) -> float:
         stretch = length
     heads = most_heads_of_a_cta(cutting.num_ctas, batch.num_kv_heads) if not cutting.heads_on_axis else 1
     costliest = cutting.ns_per_unit + float((ns_per_token(batch, cutting, units["request"]) * stretch).max(initial=0.0))
-    return heads * (costliest + cutting.ns_per_piece)
+    return heads * (max(costliest, cutting.least_ns_of_unit) + cutting.ns_per_piece)
 
 
 def check_balance(planned: Planned, pieces: dict[str, np.ndarray]) -> None:

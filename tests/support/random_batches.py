@@ -52,5 +52,6 @@ def random_case(rng: np.random.Generator) -> tuple[Batch, Cutting]:
         fixed_piece_tokens=int(rng.choice([0, 0, 0, 0, -1, 100, 512])),
         merge_rows=int(rng.choice([1, 8, 64])),
         wave_tokens=int(rng.choice([0, 0, 3000, 32768])),
+        least_ns_of_unit=float(rng.choice([0, 0, 2300])),
     )
     return batch, cutting

@@ -104,7 +104,10 @@ def item_costs(items: np.ndarray, units: Units, options: Options, schedule: nati
     per_unit = np.where(items["piece"][units.item] > 0, schedule.ns_per_piece, schedule.ns_per_unit)
     has_few_rows = items["q_len"][units.item] * options.group_size <= schedule.tile_q // 2
     per_token = schedule.ns_per_token * np.where(has_few_rows, schedule.few_rows_cost, 1.0)
-    return np.bincount(units.item, per_unit + per_token * units.tokens, len(items))
+    costs = per_unit + per_token * units.tokens
+    is_only = (items["partial_row"] < 0) & (items["q_len"] * options.group_size <= schedule.tile_q)
+    costs = np.where(is_only[units.item], np.maximum(costs, schedule.least_ns_of_unit), costs)
+    return np.bincount(units.item, costs, len(items))
 
 
 @dataclasses.dataclass(frozen=True)

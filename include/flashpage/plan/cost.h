@@ -31,6 +31,7 @@ struct CostModel {
         rounding(0.5 *
                  (1.0 - static_cast<double>(greatest_common_divisor(heads.group(), schedule.tile_q)) / heads.group())),
         ns_per_unit(schedule.ns_per_unit),
+        least_ns_of_unit(schedule.least_ns_of_unit),
         many_rows(schedule.ns_per_token + piece_of_token(schedule)),
         few_rows(product(schedule.few_rows_cost, schedule.ns_per_token) + piece_of_token(schedule)) {}
 
@@ -51,6 +52,13 @@ struct CostModel {
     return {min_of(end, first_visible(visibility, first, request.kv_begin)), end};
   }
 
+  // The cost of a whole unit. Only a request's only row tile has a least value, which TileCosts leaves out: kernels
+  // with such a value take requests of few rows.
+  FP_HOST_DEVICE double unit_ns(const Request& request, i32 tile) const {
+    const double ns = ns_per_unit + product(price(request).ns, visible(request, tile).size());
+    return request.tiles == 1 ? max_of(ns, least_ns_of_unit) : ns;
+  }
+
   Visibility visibility;
   FastDiv group;
   i32 tile_q;
@@ -58,6 +66,7 @@ struct CostModel {
   double tiles_per_row;
   double rounding;  // average distance, in rows, from a tile's exact edge to the edge of the row that it divides
   double ns_per_unit;
+  double least_ns_of_unit;
   TokenPrice many_rows;
   TokenPrice few_rows;  // of requests with has_few_rows
 
@@ -200,9 +209,7 @@ class TileCosts {
 FP_HOST_DEVICE double cost_on_axis(const CostModel& model, i32 heads, const Request& request) {
   constexpr double steps_per_ns = 1024.0;
   if (request.tiles == 0) return 0.0;
-  const double cost = request.tiles == 1
-                          ? model.ns_per_unit + product(model.price(request).ns, model.visible(request, 0).size())
-                          : TileCosts(model, request).prefix(request.tiles);
+  const double cost = request.tiles == 1 ? model.unit_ns(request, 0) : TileCosts(model, request).prefix(request.tiles);
   return static_cast<double>(static_cast<i64>(heads * cost * steps_per_ns + 0.5)) / steps_per_ns;
 }
 

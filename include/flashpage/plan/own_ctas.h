@@ -100,7 +100,8 @@ class OwnCtas {
         at = end;
       }
       first_cta += num_kv_heads_ * size;
-      head_ns += model_.ns_per_unit + model_.price(request).ns * pieces.range.size();
+      head_ns += pieces.count == 1 ? model_.unit_ns(request, tile)
+                                   : model_.ns_per_unit + model_.price(request).ns * pieces.range.size();
       head_ns += (pieces.count - 1) * static_cast<double>(schedule_.ns_per_piece);
     });
     memory.lanes[count] = {first_cta, schedule_.num_ctas - first_cta, 1, 1, count, 1, 1.0, 0.0};

@@ -336,6 +336,8 @@ class Partitioner {
       shortest = max_of(shortest, static_cast<i32>(rules_.max_pieces.div(range.size())) + 1);
     }
     if (left / 2 < shortest) return none;
+    // Pieces of a unit that costs the least value would each cost as much.
+    if (model_.ns_per_unit + product(price.ns, range.size()) < model_.least_ns_of_unit) return none;
     const i32 first = down_to_step(piece_begin + shortest + rules_.step.divisor - 1),
               last = down_to_step(range.end - shortest);
     if (first > last) return none;

@@ -14,13 +14,15 @@
 namespace flashpage::plan {
 
 struct Schedule {
-  i32 num_ctas;          // CTAs to fill; the plan may use fewer
-  i32 heads_on_axis;     // 1: KV heads follow each other on the axis, as many as it takes to fill all CTAs (prefill);
-                         // 0: no head does, neighbouring CTAs take the heads of the same tokens (decode)
-  i32 tile_q;            // packed rows of a unit
-  i32 tile_kv;           // tokens of an inner step; cuts fall on multiples of it (from the request's token 0)
-  float ns_per_token;    // for one unit
-  float ns_per_unit;     // of starting and ending one unit
+  i32 num_ctas;        // CTAs to fill; the plan may use fewer
+  i32 heads_on_axis;   // 1: KV heads follow each other on the axis, as many as it takes to fill all CTAs (prefill);
+                       // 0: no head does, neighbouring CTAs take the heads of the same tokens (decode)
+  i32 tile_q;          // packed rows of a unit
+  i32 tile_kv;         // tokens of an inner step; cuts fall on multiples of it (from the request's token 0)
+  float ns_per_token;  // for one unit
+  float ns_per_unit;   // of starting and ending one unit, in addition to its tokens
+  // The least cost of a whole unit, however few its tokens, because a CTA ends units one after another.
+  float least_ns_of_unit;
   float few_rows_cost;   // factor of ns_per_token if a request's packed rows fill at most half a row tile
   float ns_per_piece;    // cost of one more piece of a cut unit (partial written, merged)
   float ns_per_merge;    // what merging adds to a launch in addition to ns_per_piece; small batches may do without cuts

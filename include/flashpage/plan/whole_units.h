@@ -122,11 +122,10 @@ class WholeUnits {
     units_ = 0;
     for (i32 i = tail_.request; i < division_.batch; ++i) {
       const Request& request = requests_[i];
-      const double ns_per_token = model_.price(request).ns;
       for (i32 tile = request.tiles - 1; tile >= 0; --tile) {
         const i32 first_head = i > tail_.request ? 0 : tail_.head + (tile < tail_.tile);
         if (first_head == heads_) continue;
-        const double ns = model_.ns_per_unit + ns_per_token * model_.visible(request, tile).size();
+        const double ns = model_.unit_ns(request, tile);
         if (ns >= most) return false;
         longest_ns_ = max_of(longest_ns_, ns);
         tail_ns_ += ns * (heads_ - first_head);

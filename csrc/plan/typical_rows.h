@@ -1,0 +1,65 @@
+// The rows of a request by which a batch's kernel and row tile are chosen.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "flashpage.h"
+#include "flashpage/common/math.h"
+
+namespace flashpage::host {
+
+// An entry of an array that is not checked yet, within 31 bits; the planner reports others.
+inline int64_t entry_of(const fp_index_array& array, int64_t i) {
+  const int64_t at = i * array.stride;
+  const int64_t entry =
+      array.is_int64 ? static_cast<const int64_t*>(array.data)[at] : static_cast<const int32_t*>(array.data)[at];
+  return std::clamp<int64_t>(entry, -1, int64_t{1} << 31);
+}
+
+inline int64_t rows_of_request(const fp_problem& problem, int32_t i) {
+  return std::max<int64_t>(0, entry_of(problem.q_indptr, i + 1) - entry_of(problem.q_indptr, i));
+}
+
+// Tokens of a request, those of whole pages if nothing else is given, and at most as many as its rows see by a window.
+inline int64_t tokens_of_request(const fp_problem& problem, int32_t i) {
+  const int64_t entries = entry_of(problem.kv_indptr, i + 1) - entry_of(problem.kv_indptr, i);
+  const bool is_given = problem.kv_lens.data != nullptr;
+  const int64_t tokens = is_given ? entry_of(problem.kv_lens, i) : entries * std::max(problem.page_size, 1);
+  const int64_t left = problem.visibility.window_left, most = left < 0 ? tokens : left + rows_of_request(problem, i);
+  return std::clamp<int64_t>(tokens, 0, std::max<int64_t>(0, most));
+}
+
+// Requests with rows of a batch, or of a part of it. Usually their average decides. But each row tile reads its
+// request's tokens, so one request of many rows and tokens may cost more than all others if tiles are short: then
+// larger tiles are worth it.
+class TypicalRows {
+ public:
+  explicit TypicalRows(int64_t group) : group_(group) {}
+
+  void add(int64_t rows, int64_t tokens) {
+    ++requests_;
+    rows_ += rows;
+    for (int i = 0; i < sizes; ++i) {
+      read_[i] += static_cast<double>((rows * group_ + size_of(i) - 1) / size_of(i)) * static_cast<double>(tokens);
+    }
+  }
+
+  int64_t rows() const {
+    const int64_t average = requests_ > 0 ? ceil_div(rows_, requests_) : 1;
+    int size = 0;
+    while (size + 1 < sizes && size_of(size) < average * group_) ++size;
+    const int usual = size;
+    while (size + 1 < sizes && read_[size] > worth * read_[size + 1]) ++size;
+    return size == usual ? average : size_of(size) / group_;
+  }
+
+ private:
+  static constexpr int sizes = 4;        // of row tiles: 16, 32, 64 and 128 packed rows
+  static constexpr double worth = 1.15;  // tokens that are read, in relation to those that tiles of twice the rows read
+  static constexpr int64_t size_of(int i) { return int64_t{16} << i; }
+
+  int64_t group_, requests_ = 0, rows_ = 0;
+  double read_[sizes] = {};  // tokens, by all row tiles of one KV head
+};
+
+}  // namespace flashpage::host

@@ -1,0 +1,41 @@
+"""The rows of a request by which a batch's kernel is chosen: their average, or more if long requests have many rows."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from planner_batches import Batch, arrays_of, problem_of
+
+from flashpage import native
+
+
+def typical_rows(q_lens: list[int], kv_lens: list[int], *, group: int = 1, window_left: int = -1) -> int:
+    """Of a batch whose requests are all in the first part."""
+    batch = Batch(np.array(q_lens), np.array(kv_lens), 2 * group, 2, window_left=window_left)
+    arrays, parts = arrays_of(batch), native.Parts(most_few_rows=1 << 30)
+    problem = problem_of(batch, arrays)
+    native.load().fp_parts_count(ctypes.addressof(problem), ctypes.addressof(parts))
+    assert parts.few_requests == sum(n > 0 for n in q_lens)
+    found: int = parts.few_typical_rows
+    return found
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "options", "expected"),
+    [
+        ([1] * 7 + [9], [318] * 7 + [38582], {"group": 4}, 16),  # 36 packed rows of nearly all tokens: a tile of 64
+        ([1] * 18 + [20], [44] * 18 + [12869], {}, 32),
+        ([1, 53], [641, 19873], {}, 64),
+        ([1] * 61 + [187], [6] * 61 + [6454], {"group": 16}, 8),  # a tile of 128
+        ([1] * 7 + [9], [38582] * 7 + [318], {"group": 4}, 2),  # many rows, but of few tokens: the average
+        ([1] * 7 + [9], [38582] * 8, {"group": 4, "window_left": 0}, 16),  # the rows' windows decide
+        ([4] * 8, [100] * 8, {"group": 4}, 4),
+        ([100, 300], [1000, 3000], {"group": 8}, 200),  # no larger tiles to choose from
+        ([0, 0], [5, 5], {}, 1),
+        ([3, 0], [0, 0], {}, 3),
+    ],
+)
+def test_typical_rows(q_lens: list[int], kv_lens: list[int], options: dict[str, int], expected: int) -> None:
+    assert typical_rows(q_lens, kv_lens, **options) == expected
