@@ -81,13 +81,10 @@ def refuse_given(**values: Any) -> None:
             refuse(name, value)
 
 
-def refuse_run_options(
-    kv_cache_sf: Any, skip_softmax: Any, use_fp16_softmax: Any, uses_spcompress: Any, lse_layout: str
-) -> None:
+def refuse_run_options(skip_softmax: Any, use_fp16_softmax: Any, uses_spcompress: Any, lse_layout: str) -> None:
     """Refuses arguments of run that only some of FlashInfer's own kernels take."""
-    if not (kv_cache_sf is None and skip_softmax is None and use_fp16_softmax is None and uses_spcompress is None):
+    if not (skip_softmax is None and use_fp16_softmax is None and uses_spcompress is None):
         refuse_given(
-            kv_cache_sf=kv_cache_sf,
             skip_softmax_threshold_scale_factor=skip_softmax,
             use_fp16_softmax=use_fp16_softmax,
             uses_spcompress=uses_spcompress,
@@ -186,7 +183,7 @@ def dtype(name: str, value: Any) -> DType:
     try:
         return DType.of(value)
     except (KeyError, TypeError):
-        known = ", ".join(d.value for d in DType)
+        known = ", ".join(d.value for d in DType.elements())
         raise PlanError(f"{name}={shown(value)} is not an element type of any kernel: pass one of {known}.") from None
 
 
@@ -195,7 +192,7 @@ def dtype_of(tensor: torch.Tensor, name: str, error: type[FlashpageError]) -> DT
     try:
         return DType.of(tensor.dtype)
     except KeyError:
-        known = ", ".join(d.value for d in DType)
+        known = ", ".join(d.value for d in DType.elements())
         raise error(f"{name} has dtype {tensor.dtype}, which no kernel reads: pass one of {known}.") from None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from ..plan.gather_rows import Rows
 from ..plan.launches import LaunchList
 from ..plan.prepared_kernels import fill_variant, trace
 from .bound_part import BoundPart
-from .checks import NO_SCALES, Tensors, views_of
+from .checks import NO_SCALES, Tensors, scale_views, views_of
 
 if TYPE_CHECKING:
     from ..plan.mixed_batch import Part
@@ -37,8 +38,8 @@ class Binding:
     __slots__ = (
         *("address", "alignment_mask", "args", "args_address", "bound_run", "cache_views", "combination", "device"),
         *("enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_numbers", "head_dim_vo", "kv_layout"),
-        *("launches", "lse_shape", "out_dtype", "out_shape", "params", "parts", "scales", "signature", "sinks"),
-        *("sm_scale", "stamps", "traced", "values", "variant", "views"),
+        *("launches", "lse_shape", "out_dtype", "out_shape", "params", "parts", "scale_masks", "scales", "signature"),
+        *("sinks", "sm_scale", "stamps", "traced", "values", "variant", "views"),
     )
 
     def __init__(
@@ -70,7 +71,7 @@ class Binding:
 
     def _bind_options(self, values: RunOptions) -> None:
         options, params = self.combination.options, self.params
-        self.sm_scale = check_scale(values.sm_scale, options.head_dim_qk)
+        self.sm_scale = check_scale(values.sm_scale, options.head_dim_qk) * options.rotation_scale
         params.rope_scale, params.rope_theta = check_rope(values.rope_scale, values.rope_theta)
         params.num_q_heads, params.num_kv_heads = options.num_q_heads, options.num_kv_heads
         params.causal, params.window_left = options.causal, options.window_left
@@ -85,6 +86,11 @@ class Binding:
         q, cache, out, _lse = tensors
         params.q_row_stride, params.q_head_stride = kv_view.rows_strides(q, "q")
         k, v = views_of(cache, options, self.kv_layout)
+        if options.has_formats:
+            self._bind_scales(scale_views(cache, (k, v), options, self.kv_layout))
+            k, v = (
+                kv_view.in_bytes(view, side.stored_size) for view, side in zip((k, v), options.formats, strict=True)
+            )
         self.cache_views = {"K": k, "V": v}
         self._bind_views(self.cache_views, params)
         self.bound_run.v_offset = self.fused_offset = v.offset * options.kv_dtype.size
@@ -111,6 +117,35 @@ class Binding:
                 view.head_stride,
             )
         bound.k_view, bound.v_view = ctypes.addressof(cache.k), ctypes.addressof(cache.v)
+
+    def _bind_scales(self, views: tuple[kv_view.View | None, kv_view.View | None]) -> None:
+        """Sets the strides of the scales of formats; point_scales sets their addresses."""
+        kernel, params, self.scale_masks = self.combination.prepared.choice.kernel, self.params, [0, 0]
+        for i, (view, side) in enumerate(zip(views, (params.key_scales, params.value_scales), strict=True)):
+            if view is None:
+                continue
+            alignment = math.gcd(kernel.scale_alignment, view.head_dim)
+            kv_view.check_alignment(view[4:], 1, alignment, f"kv_cache_sf[{i}]")
+            side.page_stride, side.token_stride, side.head_stride = view[4:7]
+            self.scale_masks[i] = alignment - 1
+
+    def point_scales(self, scales: tuple[torch.Tensor | None, torch.Tensor | None], written: Sequence[Any]) -> None:
+        """Sets the addresses of the scales of formats."""
+        for i, tensor in enumerate(scales):
+            if tensor is None:
+                continue
+            name = f"kv_cache_sf[{i}]"
+            address = tensor_memory.address(tensor, name, RunError)
+            if address & self.scale_masks[i]:
+                raise RunError(
+                    f"{name} starts at {address:#x}: this kernel reads scales that start on {self.scale_masks[i] + 1} "
+                    "bytes. Pass a tensor (or view) that does, such as a clone."
+                )
+            for other, output in zip(("out", "lse"), written, strict=True):
+                if output is not None:
+                    tensor_memory.check_apart(output, other, tensor, name, RunError)
+            for params in (its.params for its in self.parts):
+                (params.value_scales if i else params.key_scales).data = address
 
     def _bind_gathered(self, rows: Rows | None) -> None:
         """Makes the attention kernel read the rows that each run gathers, or the cache again."""

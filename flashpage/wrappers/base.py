@@ -44,6 +44,7 @@ from ..run.checks import (
     check_run_tensors,
     flat,
     geometry,
+    has_scales,
     signature_of,
     wait_for,
 )
@@ -51,6 +52,7 @@ from ..run.profiler_buffer import profiled
 from ..run.stamps import Recorder
 from . import operators
 from .lse_mode import in_base_e, is_natural
+from .rotation import rotated_queries
 
 PAGED = Names("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens", "paged_kv_indices")
 RAGGED = Names("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
@@ -80,6 +82,7 @@ class Attention(Unique):
 
     options: Options
     recorder: Recorder | None = None  # of stamps
+    _rotates_queries = False
     values = RunOptions(False, -1, 0.0, None, None, None, "NONE")
 
     def __init__(
@@ -213,6 +216,7 @@ class Attention(Unique):
         if not self.session.active or options != self.session.options:
             self.session.configure(options)
         self.options = self._configured = options
+        self._rotates_queries = options.rotates_queries
 
     # ---------------------------------------------------------------- run
 
@@ -251,6 +255,8 @@ class Attention(Unique):
             return operators.run(
                 self, values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
             )
+        if self._rotates_queries:
+            q = rotated_queries(q, self.options)
         bound = self._local.bound
         if (
             bound is None
@@ -312,8 +318,8 @@ class Attention(Unique):
         return_lse = checks.flag("return_lse", return_lse, RunError)
         outputs = (output for output in (tensors.out, tensors.lse) if output is not None)
         parts = tensors.cache if tensors.cache.__class__ is tuple else (tensors.cache,)
-        is_odd = tensors.cache.__class__ is tuple and len(parts) != 2
-        if is_odd or self._judge_tensors(tensors.q, *parts, *outputs):
+        is_odd = tensors.cache.__class__ is tuple and len(parts) not in (2, 4)
+        if is_odd or self._judge_tensors(tensors.q, *(part for part in parts if part is not None), *outputs):
             tensors = wait_for(tensors)
             check_plain(tensors)
         q, cache, out, lse = tensors
@@ -337,7 +343,9 @@ class Attention(Unique):
         if enable_pdl is not bound.enable_pdl:
             bound.set_pdl(enable_pdl)
         bound.resize(q, cache)
-        pair = cache if cache.__class__ is tuple else (cache, None)
+        pair = cache[:2] if cache.__class__ is tuple else (cache, None)
+        if has_scales(cache):
+            bound.point_scales(cache[2:], (out, lse))
         # C cannot read these tensors, or not safely; plans with unused rows always run this way.
         if self._bind_tensors(bound.address, None if unused else q, *pair, out, lse):
             check_plain(Tensors(q, cache, out, lse))

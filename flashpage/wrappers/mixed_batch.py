@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..base import checks
+from ..base import checks, kv_view
 from ..base.errors import PlanError
 from ..base.unique import Unique
 from ..kernels.options import check_soft_cap
@@ -131,7 +131,7 @@ class BatchAttention(Unique):
             out and lse.
         """
         if kv_cache_sf is not None:
-            checks.refuse_given(kv_cache_sf=kv_cache_sf)
+            kv_cache = kv_view.with_scales(kv_cache, kv_cache_sf, "kv_cache")
         values = self._attention.values
         if (logits_soft_cap.__class__ is not float or logits_soft_cap) and (cap := check_soft_cap(logits_soft_cap)):
             values = values._replace(logits_soft_cap=cap)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base import checks
+from ..base import checks, kv_view
 from ..base.errors import FlashpageError, RunError
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
@@ -277,10 +277,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         if args:
             raise RunError(checks.extra_positions(args))
         if not (q_len_per_req is None and skip_softmax_threshold_scale_factor is None and kv_cache_sf is None):
-            checks.refuse_given(
-                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
-            )
+            checks.refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
             self._check_q_len(q_len_per_req)
+            paged_kv_cache = kv_view.with_scales(paged_kv_cache, kv_cache_sf)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
         if lse_mode is not BASE_2:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base import checks
+from ..base import checks, kv_view
 from ..base.errors import PlanError, RunError
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
@@ -313,8 +313,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         is_usual = kv_cache_sf is skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None
         if not (is_usual and lse_base == "log2" and lse_layout == "NH"):
             checks.refuse_run_options(
-                *(kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, lse_layout)
+                *(skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, lse_layout)
             )
+            paged_kv_cache = kv_view.with_scales(paged_kv_cache, kv_cache_sf)
             lse_mode = mode_of(lse_base, lse_mode)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
