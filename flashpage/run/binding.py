@@ -39,7 +39,7 @@ class Binding:
         *("address", "alignment_mask", "args", "args_address", "bound_run", "cache_views", "combination", "device"),
         *("enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_numbers", "head_dim_vo", "kv_layout"),
         *("launches", "lse_shape", "out_dtype", "out_shape", "params", "parts", "scale_masks", "scales", "signature"),
-        *("sinks", "sm_scale", "stamps", "traced", "values", "variant", "views"),
+        *("requests", "sinks", "sm_scale", "stamps", "traced", "values", "variant", "views"),
     )
 
     def __init__(
@@ -56,6 +56,7 @@ class Binding:
         self.address = ctypes.addressof(self.bound_run)
         self.gathered: Rows | None = None
         self.generation, self.signature = 0, None
+        self.requests = 0  # that scales of requests must be for
         self.sinks: torch.Tensor | None = None
         self.scales: tuple[Any, Any, Any] = NO_SCALES
         self.stamps: tuple[torch.Tensor, ...] = ()
@@ -190,6 +191,9 @@ class Binding:
         """Switches to the newest plan."""
         combination, batch = self.combination, planner.batch
         parts, options = combination.parts, combination.options
+        self.requests = batch.requests if batch.capacity is None else batch.capacity.batch
+        if not self.has_numbers:  # scales of requests must be as many as the new plan's
+            self.scales = (None, None, None)  # which is not NO_SCALES
         for its in self.parts:
             params = its.params
             params.kv_indices, params.custom_mask = batch.pages.address, batch.mask.address
@@ -303,9 +307,9 @@ class Binding:
         v, *v_scale = self._scale(scales[2], "v_scale", options.num_kv_heads)
         score_scale = checks.real("sm_scale * q_scale * k_scale", self.sm_scale * q * k, error=RunError)
         for params in (its.params for its in self.parts):
-            params.q_scale, params.q_scale_stride = q_scale
-            params.k_scale, params.k_scale_stride = k_scale
-            params.v_scale, params.v_scale_stride = v_scale
+            params.q_scale, params.q_scale_stride, params.q_scale_request_stride = q_scale
+            params.k_scale, params.k_scale_stride, params.k_scale_request_stride = k_scale
+            params.v_scale, params.v_scale_stride, params.v_scale_request_stride = v_scale
             params.score_scale, params.value_scale = score_scale, v
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
@@ -316,14 +320,14 @@ class Binding:
         k, *k_scale = (
             self._token_scales(shared)
             if isinstance(shared, torch.Tensor) and shared.dim() == 3
-            else self._scale(shared, "k_scale", 1)
+            else self._scale(shared, "k_scale", 1, by_request=False)
         )
-        v, *v_scale = self._scale(tail, "v_scale", 1)
+        v, *v_scale = self._scale(tail, "v_scale", 1, by_request=False)
         if not k > 0:
             raise RunError(f"k_scale={k}: pass a positive number.")
         for params in (its.params for its in self.parts):
-            params.k_scale, params.k_scale_stride = k_scale
-            params.v_scale, params.v_scale_stride = v_scale
+            params.k_scale, params.k_scale_stride = k_scale[:2]
+            params.v_scale, params.v_scale_stride = v_scale[:2]
             params.score_scale, params.value_scale, params.tail_scale = self.sm_scale * k, k, v / k
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
@@ -344,21 +348,43 @@ class Binding:
             )
         return 1.0, address, 1
 
-    def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:
-        """(number, address, stride) of a scale."""
+    def _scale(
+        self, value: Any, name: str, heads: int, *, by_request: bool = True
+    ) -> tuple[float, int | None, int, int]:
+        """(number, address, stride of heads, stride of requests) of a scale."""
         if value is None:
-            return 1.0, None, 0
+            return 1.0, None, 0, 0
         if not isinstance(value, torch.Tensor):
-            return checks.real(name, value, error=RunError), None, 0
+            return checks.real(name, value, error=RunError), None, 0, 0
         checks.tensor(value, name, RunError)
         if value.numel() == 1 and value.is_cpu:
-            return checks.real(name, value.item(), error=RunError), None, 0
+            return checks.real(name, value.item(), error=RunError), None, 0, 0
         checks.same_device(value, self.device, name, RunError)
+        if value.dtype != torch.float32:
+            raise RunError(f"{name} has dtype {value.dtype}: pass float32, {name}.float().")
+        is_of_requests = by_request and value.dim() == 2 and len(value) > 1 and value.shape[1] in (1, heads)
+        if is_of_requests and (value.numel() != heads or len(value) == self.requests):
+            return 1.0, *self._scales_of_requests(value, name, heads)
         if value.numel() not in (1, heads):
-            raise RunError(f"{name} has {value.numel()} entries: pass one, or one for each head ({heads}).")
-        if value.dtype != torch.float32 or not value.is_contiguous():
-            raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
-        return 1.0, tensor_memory.address(value, name, RunError), int(value.numel() > 1)
+            raise RunError(
+                f"{name} has {value.numel()} entries, of shape {tuple(value.shape)}: pass one, one for each head "
+                f"({heads}), or for each request and head, [{self.requests}, {heads}] or [{self.requests}, 1]."
+            )
+        if not value.is_contiguous():
+            raise RunError(f"{name} has strides {tuple(value.stride())}: pass {name}.contiguous().")
+        return 1.0, tensor_memory.address(value, name, RunError), int(value.numel() > 1), 0
+
+    def _scales_of_requests(self, value: torch.Tensor, name: str, heads: int) -> tuple[int, int, int]:
+        """(address, stride of heads, stride of requests) of [batch, 1] or [batch, heads]."""
+        if len(value) < self.requests:
+            raise RunError(
+                f"{name} has shape {tuple(value.shape)} but the plan has {self.requests} requests: pass "
+                f"[{self.requests}, {value.shape[1]}]."
+            )
+        by_head = value.shape[1] > 1
+        if by_head and value.stride(1) != 1:
+            raise RunError(f"{name} has strides {tuple(value.stride())}: pass {name}.contiguous().")
+        return tensor_memory.address(value, name, RunError), int(by_head), value.stride(0)
 
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
         """Sinks, [num_qo_heads] fp32 logits that join every row's denominator."""

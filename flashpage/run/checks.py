@@ -155,8 +155,8 @@ def _check_formats(cache: Any, options: Options) -> None:
             raise RunError(f"kv_cache_sf[{i}] is given but {side.name} has no scales of its own: pass None there.")
         if not side.is_plain and scale is None:
             raise RunError(
-                f"kv_cache_sf has no scales of {'KV'[i]} but the plan's kv_format is {side.name}: pass kv_cache_sf=(k_sf, "
-                f"v_sf), of {side.scales[0]}."
+                f"kv_cache_sf has no scales of {'KV'[i]} but the plan's kv_format is {side.name}: pass "
+                f"kv_cache_sf=(k_sf, v_sf), of {side.scales[0]}."
             )
         if scale is not None and _name_of(scale) not in side.scales:
             raise RunError(
@@ -195,8 +195,8 @@ def scale_views(
         view = kv_view.scales_view(tensor, cache[i].dim(), kv_layout, options.is_paged, name)
         if view[:4] != (*rows[:3], side.row_scales(dim)):
             raise RunError(
-                f"{name} has shape {tuple(tensor.shape)}, which does not fit {'kv'[i]} of shape {tuple(cache[i].shape)}: "
-                f"pass {side.row_scales(dim)} scales for each of its rows."
+                f"{name} has shape {tuple(tensor.shape)}, which does not fit {'kv'[i]} of shape "
+                f"{tuple(cache[i].shape)}: pass {side.row_scales(dim)} scales for each of its rows."
             )
         found.append(kv_view.in_bytes(view, side.scale_size))
     return found[0], found[1]

@@ -1,5 +1,5 @@
-"""Rows times a Hadamard matrix, which spreads a channel's outliers over all of them. Scores do not change if rows of q and
-of K are both rotated."""
+"""Rows times a Hadamard matrix, which spreads a channel's outliers over all of them. Scores do not change if rows of q
+and of K are both rotated."""
 
 from __future__ import annotations
 
