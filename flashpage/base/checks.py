@@ -25,7 +25,6 @@ _REASONS = {
     "jit_args": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
     "jit_kwargs": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
     "jit_module": "FlashInfer's compiled modules are not run here: pass a flashpage.Variant instead",
-    "kv_cache_sf": "nvfp4 caches need Blackwell kernels: use a 16-bit or fp8 cache and leave it None",
     "skip_softmax_threshold_scale_factor": "it belongs to the trtllm-gen kernels: leave it None",
     "use_fp16_softmax": "softmax is computed in fp32: leave it None",
     "uses_spcompress": "it belongs to the trtllm-gen kernels: leave it None",

@@ -127,7 +127,7 @@ class StoredAs:
 def check(kv_format: Any, kv_data_type: Any, q_dtype: DType) -> StoredAs:
     """From the arguments of plan: kv_format is a name, or a pair of names and element types for K and V."""
     if kv_format is None:
-        if _is_fp4(kv_data_type):
+        if is_fp4(kv_data_type):
             return StoredAs(DType.BYTES, "nvfp4", "nvfp4")
         return StoredAs(q_dtype if kv_data_type is None else _element_type(kv_data_type))
     is_pair = isinstance(kv_format, (tuple, list))
@@ -146,7 +146,7 @@ def check(kv_format: Any, kv_data_type: Any, q_dtype: DType) -> StoredAs:
     return StoredAs(DType.BYTES, k, v)
 
 
-def _is_fp4(kv_data_type: Any) -> bool:
+def is_fp4(kv_data_type: Any) -> bool:
     return str(kv_data_type).removeprefix("torch.") in FORMATS["nvfp4"].stored
 
 
@@ -182,6 +182,13 @@ def _check_data_type(kv_data_type: Any, k: str, v: str) -> None:
             f"kv_data_type={checks.shown(kv_data_type)} is not how kv_format={(k, v)} is stored "
             f"({stored[0][0]}, {stored[1][0]}): leave kv_data_type None."
         )
+
+
+def columns_of(row: torch.Tensor, kv_format: Any, kv_data_type: Any, q_dtype: DType, side: int) -> int:
+    """head_dim of a tensor of K (side 0) or V (1), whose last dimension holds stored numbers."""
+    stored = check(kv_format, kv_data_type, q_dtype)
+    found = find((stored.k_format, stored.v_format)[side], stored.kv_dtype)
+    return row.shape[-1] * found.stored_size * 8 // found.bits
 
 
 def check_columns(stored: StoredAs, head_dim_qk: int, head_dim_vo: int) -> None:

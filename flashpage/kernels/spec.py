@@ -57,6 +57,11 @@ class KernelSpec:
         return self.k_format != kv_formats.PLAIN
 
     @property
+    def format_headers(self) -> list[str]:
+        """The headers of its formats."""
+        return sorted({f"flashpage/formats/{side.header}.h" for side in self.formats}) if self.has_formats else []
+
+    @property
     def ctas(self) -> int:
         """CTAs of a cluster, which a plan counts as one CTA."""
         return 1 if self.tile is None else self.tile.ctas

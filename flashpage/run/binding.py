@@ -25,6 +25,7 @@ from ..plan.launches import LaunchList
 from ..plan.prepared_kernels import fill_variant, trace
 from .bound_part import BoundPart
 from .checks import NO_SCALES, Tensors, scale_views, views_of
+from .scale_arguments import scale_of, token_scales
 
 if TYPE_CHECKING:
     from ..plan.mixed_batch import Part
@@ -302,9 +303,9 @@ class Binding:
         if options.latent_format == latent_formats.SCALED:
             self._set_latent_scales(scales)
             return
-        q, *q_scale = self._scale(scales[0], "q_scale", options.num_q_heads)
-        k, *k_scale = self._scale(scales[1], "k_scale", options.num_kv_heads)
-        v, *v_scale = self._scale(scales[2], "v_scale", options.num_kv_heads)
+        q, *q_scale = scale_of(scales[0], "q_scale", options.num_q_heads, self.device, self.requests)
+        k, *k_scale = scale_of(scales[1], "k_scale", options.num_kv_heads, self.device, self.requests)
+        v, *v_scale = scale_of(scales[2], "v_scale", options.num_kv_heads, self.device, self.requests)
         score_scale = checks.real("sm_scale * q_scale * k_scale", self.sm_scale * q * k, error=RunError)
         for params in (its.params for its in self.parts):
             params.q_scale, params.q_scale_stride, params.q_scale_request_stride = q_scale
@@ -317,12 +318,13 @@ class Binding:
         """Sets the scales of fp8 rows: a number of the shared columns goes into the scales of score and output, and
         those of the tail are relative to it; the kernel applies tensors to elements."""
         _, shared, tail = scales
-        k, *k_scale = (
-            self._token_scales(shared)
-            if isinstance(shared, torch.Tensor) and shared.dim() == 3
-            else self._scale(shared, "k_scale", 1, by_request=False)
-        )
-        v, *v_scale = self._scale(tail, "v_scale", 1, by_request=False)
+        if isinstance(shared, torch.Tensor) and shared.dim() == 3:
+            rows, columns = self.cache_views["K"], self.combination.options.head_dim_vo
+            wanted = (rows.num_pages, rows.page_size, columns // 128)
+            k, *k_scale = token_scales(shared, wanted, columns, self.device)
+        else:
+            k, *k_scale = scale_of(shared, "k_scale", 1, self.device)
+        v, *v_scale = scale_of(tail, "v_scale", 1, self.device)
         if not k > 0:
             raise RunError(f"k_scale={k}: pass a positive number.")
         for params in (its.params for its in self.parts):
@@ -330,61 +332,6 @@ class Binding:
             params.v_scale, params.v_scale_stride = v_scale[:2]
             params.score_scale, params.value_scale, params.tail_scale = self.sm_scale * k, k, v / k
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
-
-    def _token_scales(self, value: torch.Tensor) -> tuple[float, int, int]:
-        """(1, address, 1) of one scale for each token and 128 shared columns."""
-        rows, columns = self.cache_views["K"], self.combination.options.head_dim_vo
-        wanted = (rows.num_pages, rows.page_size, columns // 128)
-        checks.same_device(value, self.device, "ckv_scale_arr", RunError)
-        if columns % 128 or value.shape != wanted or value.dtype != torch.float32 or not value.is_contiguous():
-            raise RunError(
-                f"ckv_scale_arr has shape {tuple(value.shape)} and dtype {value.dtype}: "
-                f"pass contiguous float32 of {wanted}, one scale for 128 columns of a token."
-            )
-        address = tensor_memory.address(value, "ckv_scale_arr", RunError)
-        if address % 16:
-            raise RunError(
-                f"ckv_scale_arr starts at {address:#x}: pass a tensor that starts on 16 bytes, such as a clone."
-            )
-        return 1.0, address, 1
-
-    def _scale(
-        self, value: Any, name: str, heads: int, *, by_request: bool = True
-    ) -> tuple[float, int | None, int, int]:
-        """(number, address, stride of heads, stride of requests) of a scale."""
-        if value is None:
-            return 1.0, None, 0, 0
-        if not isinstance(value, torch.Tensor):
-            return checks.real(name, value, error=RunError), None, 0, 0
-        checks.tensor(value, name, RunError)
-        if value.numel() == 1 and value.is_cpu:
-            return checks.real(name, value.item(), error=RunError), None, 0, 0
-        checks.same_device(value, self.device, name, RunError)
-        if value.dtype != torch.float32:
-            raise RunError(f"{name} has dtype {value.dtype}: pass float32, {name}.float().")
-        is_of_requests = by_request and value.dim() == 2 and len(value) > 1 and value.shape[1] in (1, heads)
-        if is_of_requests and (value.numel() != heads or len(value) == self.requests):
-            return 1.0, *self._scales_of_requests(value, name, heads)
-        if value.numel() not in (1, heads):
-            raise RunError(
-                f"{name} has {value.numel()} entries, of shape {tuple(value.shape)}: pass one, one for each head "
-                f"({heads}), or for each request and head, [{self.requests}, {heads}] or [{self.requests}, 1]."
-            )
-        if not value.is_contiguous():
-            raise RunError(f"{name} has strides {tuple(value.stride())}: pass {name}.contiguous().")
-        return 1.0, tensor_memory.address(value, name, RunError), int(value.numel() > 1), 0
-
-    def _scales_of_requests(self, value: torch.Tensor, name: str, heads: int) -> tuple[int, int, int]:
-        """(address, stride of heads, stride of requests) of [batch, 1] or [batch, heads]."""
-        if len(value) < self.requests:
-            raise RunError(
-                f"{name} has shape {tuple(value.shape)} but the plan has {self.requests} requests: pass "
-                f"[{self.requests}, {value.shape[1]}]."
-            )
-        by_head = value.shape[1] > 1
-        if by_head and value.stride(1) != 1:
-            raise RunError(f"{name} has strides {tuple(value.stride())}: pass {name}.contiguous().")
-        return tensor_memory.address(value, name, RunError), int(by_head), value.stride(0)
 
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
         """Sinks, [num_qo_heads] fp32 logits that join every row's denominator."""

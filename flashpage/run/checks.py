@@ -135,6 +135,14 @@ def parts_of(cache: Any) -> dict[str, torch.Tensor]:
     return {name: part for name, part in zip(names, cache, strict=False) if part is not None}
 
 
+def cache_of(parts: list[torch.Tensor], options: Options) -> Any:
+    """The cache whose tensors these are, without the None of sides that have no scales."""
+    if len(parts) == 3:
+        has_first = not options.formats[0].is_plain
+        return (*parts[:2], parts[2] if has_first else None, None if has_first else parts[2])
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
 def has_scales(cache: Any) -> bool:
     return isinstance(cache, tuple) and len(cache) == 4
 

@@ -39,8 +39,8 @@ def append_paged_kv_cache(
     """Writes keys and values of new tokens to their pages, in one launch.
 
     Args:
-        append_key, append_value: [nnz, num_kv_heads, head_dim], of the cache's type, last dimension contiguous; of 16 or
-            32 bits with kv_format.
+        append_key, append_value: [nnz, num_kv_heads, head_dim], of the cache's type, last dimension contiguous; with
+            kv_format of 16 or 32 bits.
         batch_indices, positions: [nnz], the request of each token and its position there (get_batch_indices_positions).
         paged_kv_cache: as in the wrappers' run; written.
         kv_indices, kv_indptr: page numbers, and where each request's begin, [batch + 1].
@@ -119,7 +119,8 @@ def nvfp4_quantize_append_paged_kv_cache(
         append_key, append_value: [nnz, num_kv_heads, head_dim] of 16 or 32 bits.
         paged_kv_cache: uint8, as in the wrappers' run, with head_dim / 2 columns; written.
         kv_cache_sf: float8_e4m3fn, with head_dim / 16 columns; written.
-        k_scale, v_scale: positive numbers, the scales of the tensors: elements are numbers times block scales times these.
+        k_scale, v_scale: positive numbers, the scales of the tensors: an element is a number times its block's scale
+            times this.
 
     The other arguments are those of append_paged_kv_cache.
     """

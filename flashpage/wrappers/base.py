@@ -26,9 +26,9 @@ from ..base.unique import Unique
 from ..kernels.options import OptionOverride, Options, RunOptions, check_rope, check_scale
 from ..native import fastcall
 from ..plan.batch import NO_BOUNDS, Longest
-from ..plan.bounds import workspace_bounds
+from ..plan.bounds import workspace_of
 from ..plan.device_lengths import TableLengths
-from ..plan.lengths import Given, Lengths, Names, batch_of, check_numbers, to_host, wrong_shape
+from ..plan.lengths import Given, Lengths, Names
 from ..plan.option_plan import OptionPlan
 from ..plan.page_indices import KEEP_MASK, GivenPages, Mask
 from ..plan.session import Planner, current_stream
@@ -187,23 +187,7 @@ class Attention(Unique):
 
     def workspace_size(self, lengths: Lengths, options: Options) -> tuple[int, int]:
         """Bytes of the float and of the int workspace that suffice for this batch and every smaller one."""
-        names = self.session.batch.names
-        for name, tensor in zip(names, lengths, strict=False):
-            if tensor is not None:
-                check_numbers(tensor, name)
-        host = to_host(lengths)
-        q_indptr, kv_indptr, _, kv_lens = host
-        batch = batch_of(kv_indptr, names[1])
-        assert kv_indptr is not None
-        for i, tensor in enumerate(host):
-            if tensor is not None and tensor.shape != (batch + (i < 2),):
-                raise wrong_shape(tensor, batch + (i < 2), names[i], names[1])
-        total_q = options.uniform_q_len * batch if q_indptr is None else int(q_indptr[-1])
-        if kv_lens is None:
-            total_kv = int(kv_indptr[-1] - kv_indptr[0]) * max(1, options.page_span)
-        else:
-            total_kv = int(kv_lens.sum())
-        return workspace_bounds(options, batch, total_q, total_kv, self.device)
+        return workspace_of(lengths, options, self.session.batch.names, self.device)
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Takes other workspaces; call plan again before the next run."""

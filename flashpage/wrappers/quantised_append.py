@@ -132,7 +132,8 @@ class QuantisedWrite:
         count = self.views[0].num_pages * self.views[0].page_size
         if slots.is_cpu and slots.numel() and int(slots.max()) >= count:
             raise RunError(
-                f"slot_mapping reaches {int(slots.max())} but the cache has {count} slots: pass page * page_size + token."
+                f"slot_mapping reaches {int(slots.max())} but the cache has {count} slots: "
+                "pass page * page_size + token."
             )
 
     def write(self, places: Places, k_scale: Any, v_scale: Any) -> None:

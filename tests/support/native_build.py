@@ -109,8 +109,7 @@ def traits_flags(spec: KernelSpec) -> tuple[str, ...]:
     kernel = kernels.find(spec.kernel)
     assert kernel is not None
     lines = "\n".join(kernel.traits(spec))
-    formats = sorted({form.header for form in spec.formats}) if spec.has_formats else ()
-    headers = (word for name in formats for word in ("-include", f"flashpage/formats/{name}.h"))
+    headers = (word for header in spec.format_headers for word in ("-include", header))
     return (*_included("TRAITS", f"{render(spec.variant)}\nstruct Traits {{\n{lines}\n}};\n"), *headers)
 
 
