@@ -191,12 +191,14 @@ def columns_of(row: torch.Tensor, kv_format: Any, kv_data_type: Any, q_dtype: DT
     return row.shape[-1] * found.stored_size * 8 // found.bits
 
 
-def check_columns(stored: StoredAs, head_dim_qk: int, head_dim_vo: int) -> None:
-    """Rows of 4 bits start on 8 bytes, and blocks of columns are whole."""
-    for name, dim, side in (
-        ("head_dim_qk", head_dim_qk, stored.k_format),
-        ("head_dim_vo", head_dim_vo, stored.v_format),
-    ):
+def check_columns(
+    stored: StoredAs,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    names: tuple[str, str] = ("head_dim_qk", "head_dim_vo"),
+) -> None:
+    """Rows of 4 bits start on 8 bytes, and blocks of columns are whole. `names`: the caller's."""
+    for name, dim, side in zip(names, (head_dim_qk, head_dim_vo), (stored.k_format, stored.v_format), strict=True):
         if side not in FORMATS:
             continue
         if FORMATS[side].bits == 4 and dim % 16:

@@ -132,7 +132,7 @@ def parts_of(cache: Any) -> dict[str, torch.Tensor]:
     if not isinstance(cache, tuple):
         return {"paged_kv_cache": cache}
     names = ("k", "v", "kv_cache_sf[0]", "kv_cache_sf[1]")
-    return {name: part for name, part in zip(names, cache, strict=False) if part is not None}
+    return {name: part for name, part in zip(names, cache, strict=False) if part is not None or len(name) == 1}
 
 
 def cache_of(parts: list[torch.Tensor], options: Options) -> Any:

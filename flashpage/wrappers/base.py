@@ -45,6 +45,7 @@ from ..run.checks import (
     flat,
     geometry,
     has_scales,
+    parts_of,
     signature_of,
     wait_for,
 )
@@ -301,9 +302,8 @@ class Attention(Unique):
         """A run that differs from the last one: other options or tensors, or tensors that C cannot compare."""
         return_lse = checks.flag("return_lse", return_lse, RunError)
         outputs = (output for output in (tensors.out, tensors.lse) if output is not None)
-        parts = tensors.cache if tensors.cache.__class__ is tuple else (tensors.cache,)
-        is_odd = tensors.cache.__class__ is tuple and len(parts) not in (2, 4)
-        if is_odd or self._judge_tensors(tensors.q, *(part for part in parts if part is not None), *outputs):
+        is_odd = tensors.cache.__class__ is tuple and len(tensors.cache) not in (2, 4)
+        if is_odd or self._judge_tensors(tensors.q, *parts_of(tensors.cache).values(), *outputs):
             tensors = wait_for(tensors)
             check_plain(tensors)
         q, cache, out, lse = tensors

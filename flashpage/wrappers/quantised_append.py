@@ -47,7 +47,8 @@ class QuantisedWrite:
         if self._stored.kv_dtype is not DType.BYTES:
             raise RunError("kv_format=None: pass a name, such as 'nvfp4', or a pair for K and V.")
         self.formats = tuple(kv_formats.find(name, DType.BYTES) for name in names)
-        kv_formats.check_columns(self._stored, rows[0].shape[2], rows[1].shape[2])
+        names_of_dims = ("append_key's head_dim", "append_value's head_dim")
+        kv_formats.check_columns(self._stored, rows[0].shape[2], rows[1].shape[2], names_of_dims)
         if kv_cache_sf is None and not all(side.is_plain for side in self.formats):
             raise RunError(f"kv_cache_sf=None: rows of {' and '.join(dict.fromkeys(names))} have scales, so pass them.")
         self._parts = kv_view.with_scales(cache, (None, None) if kv_cache_sf is None else kv_cache_sf)
@@ -167,7 +168,8 @@ class QuantisedWrite:
         """The number and the address of a scale."""
         if value is None:
             return 1.0, None
-        if not isinstance(value, torch.Tensor) or value.is_cpu:
+        address = tensor_memory.address(value, name, RunError) if isinstance(value, torch.Tensor) else None
+        if address is None or value.is_cpu:
             number = checks.real(name, _entry(value, name), error=RunError)
             if not number > 0:
                 raise RunError(f"{name}={number}: pass a positive number, by which elements are divided.")
@@ -175,7 +177,7 @@ class QuantisedWrite:
         checks.same_device(value, self.device, name, RunError)
         if value.numel() != 1 or value.dtype != torch.float32:
             raise RunError(f"{name} has {value.numel()} entries of {value.dtype}: pass one float32.")
-        return 1.0, tensor_memory.address(value, name, RunError)
+        return 1.0, address
 
     def _check_places(self, places: Places) -> None:
         if self.device.type != "cpu" or places.batch_indices is None:
