@@ -87,6 +87,10 @@ def scales_view(tensor: torch.Tensor, dims: int, kv_layout: str, is_paged: bool,
     row has one. `dims`: of the tensor of rows."""
     if checks.tensor(tensor, name, RunError).dim() == dims - 1:
         tensor = tensor.unsqueeze(-1)
+    if tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise RunError(
+            f"{name} has strides {tuple(tensor.stride())}: the innermost stride must be 1, so pass {name}.contiguous()."
+        )
     if tensor.dim() != dims:
         raise RunError(
             f"{name} has shape {tuple(tensor.shape)}: pass the {dims} dimensions of K and V, with a row's scales last "

@@ -160,6 +160,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
         raise RunError(
             f"slot_mapping has {len(slots)} entries but append_key has {write.nnz} rows: pass a slot for each row."
         )
+    write.waits_for_scales = True  # as FlashInfer
     write.check_slots(slots)
     write.write(Places(slots), k_scale, v_scale)
 

@@ -11,6 +11,7 @@ from .. import jit, native
 from ..base import checks, kv_view, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, RunError
+from ..base.memory import is_capturing
 from ..kernels import kv_formats
 from ..kernels.kv_formats import KvFormat
 from ..kernels.spec import KernelSpec
@@ -31,6 +32,8 @@ class Places(NamedTuple):
 
 class QuantisedWrite:
     """New rows in 16 or 32 bits, and the cache that gets them; everything but the places is checked."""
+
+    waits_for_scales = False  # whether scales on a card are read and judged, which waits for them
 
     def __init__(
         self,
@@ -149,6 +152,7 @@ class QuantisedWrite:
             nnz=len(places.positions),
             num_kv_heads=self._rows[0].shape[1],
             rotates_keys=self.formats[0].is_rotated,
+            num_slots=min(self.views[0].num_pages * self.views[0].page_size, 2**31 - 1),
             page=native.make_fast_div(self.views[0].page_size),
             **{name: part.data_ptr() for name, part in places._asdict().items() if part is not None},
         )
@@ -170,14 +174,21 @@ class QuantisedWrite:
             return 1.0, None
         address = tensor_memory.address(value, name, RunError) if isinstance(value, torch.Tensor) else None
         if address is None or value.is_cpu:
-            number = checks.real(name, _entry(value, name), error=RunError)
-            if not number > 0:
-                raise RunError(f"{name}={number}: pass a positive number, by which elements are divided.")
-            return number, None
+            return self._judged(value if address is None else _entry(value, name), name), None
         checks.same_device(value, self.device, name, RunError)
         if value.numel() != 1 or value.dtype != torch.float32:
             raise RunError(f"{name} has {value.numel()} entries of {value.dtype}: pass one float32.")
+        if self.waits_for_scales and not is_capturing(self.device):
+            self._judged(value.item(), name)
         return 1.0, address
+
+    @staticmethod
+    def _judged(value: Any, name: str) -> float:
+        if isinstance(value, float) and not 0 < value < float("inf"):
+            raise RunError(
+                f"{name}={value}: pass a positive finite global decode scale, by which elements are divided."
+            )
+        return checks.real(name, value, positive=True, error=RunError)
 
     def _check_places(self, places: Places) -> None:
         if self.device.type != "cpu" or places.batch_indices is None:

@@ -188,7 +188,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk], any strides, last dimension contiguous.
             k, v: [tokens, num_kv_heads, head_dim_qk or head_dim_vo] (HND: heads first), any strides.
-            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry, one for each head, [batch, heads] or
+                [batch, 1].
+            kv_cache_sf: (k_sf, v_sf), as BatchPrefillWithPagedKVCacheWrapper.run takes them, without pages.
             out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
             lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place. A row that sees no token has
                 out = 0 and lse = -inf, or sink * log2(e) with sinks.

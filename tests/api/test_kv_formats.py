@@ -302,7 +302,7 @@ REFUSED_RUNS: dict[str, tuple[Any, str]] = {
     "dimensions": (lambda p: {"kv_cache_sf": [p.scales[0][0]] * 2}, "kv_cache_sf.0. has .*|which does not fit"),
     "strides": (
         lambda p: {"kv_cache_sf": [torch.zeros(10, 16, 2, 8, dtype=torch.float8_e4m3fn)[..., ::2]] * 2},
-        "last dimension",
+        "the innermost stride must be 1",
     ),
     "cache type": (lambda p: {"paged_kv_cache": [p.cache[0].view(torch.int8)] * 2}, "k has dtype torch.int8"),
     "one tensor": (lambda p: {"paged_kv_cache": p.cache[0]}, r"pass \[pages, 2, ...\], or a pair"),
@@ -333,7 +333,7 @@ def test_scales_without_a_format() -> None:
 
 REFUSED_APPENDS: dict[str, tuple[dict[str, Any], str]] = {
     "no scales": ({"kv_cache_sf": None}, "kv_cache_sf=None: rows of nvfp4 have scales"),
-    "a scale of 0": ({"k_scale": 0.0}, "k_scale=0.0: pass a positive number"),
+    "a scale of 0": ({"k_scale": 0.0}, "k_scale=0.0: pass a positive finite global decode scale"),
     "NaN": ({"v_scale": float("nan")}, "v_scale"),
     "no format": ({"kv_format": None}, "kv_cache_sf, k_scale and v_scale need kv_format"),
     "another": ({"kv_format": "int8_token"}, r"paged_kv_cache\[0\] has dtype torch.uint8: pass int8"),

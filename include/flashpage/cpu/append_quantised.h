@@ -83,7 +83,7 @@ void append_row(const RowMove& row, const CacheSlot& slot, i32 head) {
 // The slot of a token; false if it has none.
 inline bool slot_of_token(const AppendQuantisedParams& p, i32 token, CacheSlot& slot) {
   const i32 position = p.positions[token], request = p.batch_indices ? p.batch_indices[token] : 0;
-  if (position < 0 || request < 0) return false;
+  if (position < 0 || request < 0 || (!p.batch_indices && position >= p.num_slots)) return false;
   u32 page, in_page;
   p.page.divmod(position, page, in_page);
   slot = {p.batch_indices ? p.kv_indices[p.kv_indptr[request] + static_cast<i32>(page)] : static_cast<i32>(page),

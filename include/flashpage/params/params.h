@@ -148,6 +148,7 @@ struct AppendQuantisedParams {
   const i32* kv_indptr;      // [batch + 1]; null for slots
   const i32* kv_indices;     // null for slots
   i32 nnz, num_kv_heads;
+  i32 num_slots;     // of the cache; later slots, which only `positions` as slots can name, are skipped
   i32 rotates_keys;  // 1: rows of K are first multiplied by a Hadamard matrix over sqrt(head_dim_qk), a power of two
   float key_divisor, value_divisor;  // the float scales
   FastDiv page;
