@@ -265,8 +265,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             q: [batch * q_len_per_req, num_qo_heads, head_dim], any strides, last dimension contiguous.
             paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V)
                 without the 2; without the page_size dimension: pages of one token.
-            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry, one for each head, [batch, heads] or
-                [batch, 1].
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry, of [heads], [batch, heads] or [batch, 1].
             kv_cache_sf: the scales of K and V in nvfp4 or in a kv_format, a pair or a tensor [pages, 2, ...]: of nvfp4
                 float8_e4m3fn with head_dim / 16 columns; of others fp32, without that dimension.
             out: [batch * q_len_per_req, num_qo_heads, head_dim], written in place; None: allocated.
