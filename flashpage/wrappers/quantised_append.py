@@ -173,7 +173,13 @@ class QuantisedWrite:
         if value is None:
             return 1.0, None
         address = tensor_memory.address(value, name, RunError) if isinstance(value, torch.Tensor) else None
-        if address is None or value.is_cpu:
+        is_number = address is None or value.is_cpu
+        if is_number and self.waits_for_scales and is_capturing(self.device):
+            raise RunError(
+                f"{name}={checks.shown(value)} would stay as it is in a CUDA graph capture: pass a float32 tensor on "
+                f"{self.device}."
+            )
+        if is_number:
             return self._judged(value if address is None else _entry(value, name), name), None
         checks.same_device(value, self.device, name, RunError)
         if value.numel() != 1 or value.dtype != torch.float32:

@@ -142,7 +142,8 @@ class Runner:
             return {}
         dims = {"head_dim_qk": self.case.head_dim, "head_dim_vo": self.case.value_dim}
         names = ("q_data_type", "kv_data_type", "window_left", "pos_encoding_mode")
-        return {**dims, **{name: value for name, value in self._plan_values().items() if name in names}}
+        types = {"kv_data_type": torch.uint8} if self.case.kv_format else {}
+        return {**dims, **{name: value for name, value in self._plan_values().items() if name in names}, **types}
 
     def _plan_values(self) -> dict[str, Any]:
         """Keywords of every plan. A case `at_run` plans with other values, which forward must replace."""
