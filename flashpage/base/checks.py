@@ -186,6 +186,11 @@ def dtype(name: str, value: Any) -> DType:
         raise PlanError(f"{name}={shown(value)} is not an element type of any kernel: pass one of {known}.") from None
 
 
+def optional_dtype(name: str, value: Any) -> DType | None:
+    """For plans whose runs take no scales of formats, so that uint8 is no nvfp4."""
+    return None if value is None else dtype(name, value)
+
+
 def dtype_of(tensor: torch.Tensor, name: str, error: type[FlashpageError]) -> DType:
     """The element type of a tensor that kernels read."""
     try:
