@@ -129,10 +129,10 @@ class Binding:
             alignment = math.gcd(kernel.scale_alignment, view.head_dim)
             kv_view.check_alignment(view[4:], 1, alignment, f"kv_cache_sf[{i}]")
             side.page_stride, side.token_stride, side.head_stride = view[4:7]
-            self.scale_masks[i] = alignment - 1
+            self.scale_masks[i] = self.bound_run.scale_masks[i] = alignment - 1
 
-    def point_scales(self, scales: tuple[torch.Tensor | None, torch.Tensor | None], written: Sequence[Any]) -> None:
-        """Sets the addresses of the scales of formats."""
+    def point_scales(self, scales: Sequence[torch.Tensor | None], written: Sequence[Any]) -> None:
+        """Sets and checks the addresses of the scales of formats of a run that C cannot bind itself."""
         for i, tensor in enumerate(scales):
             if tensor is None:
                 continue

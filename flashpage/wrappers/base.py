@@ -263,6 +263,8 @@ class Attention(Unique):
         stream = 0 if self._raw_stream is None else self._raw_stream(self._device_index)
         if cache.__class__ is tuple and len(cache) == 2:
             status = self._run_tensors(bound.address, q, *cache, to, lse_to, stream)
+        elif cache.__class__ is tuple and len(cache) == 4:
+            status = self._run_tensors(bound.address, q, *cache[:2], to, lse_to, stream, *cache[2:])
         else:
             status = self._run_tensors(bound.address, q, cache, None, to, lse_to, stream)
         if status:
@@ -328,12 +330,12 @@ class Attention(Unique):
             bound.set_pdl(enable_pdl)
         bound.resize(q, cache)
         pair = cache[:2] if cache.__class__ is tuple else (cache, None)
-        if has_scales(cache):
-            bound.point_scales(cache[2:], (out, lse))
+        scales_of_rows = cache[2:] if has_scales(cache) else ()
         # C cannot read these tensors, or not safely; plans with unused rows always run this way.
-        if self._bind_tensors(bound.address, None if unused else q, *pair, out, lse):
+        if self._bind_tensors(bound.address, None if unused else q, *pair, out, lse, 0, *scales_of_rows):
             check_plain(Tensors(q, cache, out, lse))
             bound.point(q, cache, out, lse)
+            bound.point_scales(scales_of_rows, (out, lse))
             torch.autograd.graph.increment_version([out] if lse is None else [out, lse])
         if self._device_index >= 0:
             bound.args.stream = current_stream(self._device_index)

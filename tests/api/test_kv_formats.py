@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import format_rows
 import pytest
@@ -202,6 +203,37 @@ def test_each_wrapper_reads_formats(name: str) -> None:
     lens = torch.tensor(case.kv_lens, dtype=torch.int32)
     device.plan_on_device(*(inputs.qo_indptr, lens, table, *heads, 16), max_rows=23, causal=True, **types, **options)
     compare(case, Outputs(*device.run(q, cache, return_lse=True, **extra)), states)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "bfloat16+nvfp4"])
+def test_runs_with_equal_tensors_are_one_call(name: str) -> None:
+    """The builtin compares scales, too: others, none, or those of another place are judged in Python."""
+    case = decode("formats", "", (65, 9), kv_format=name)
+    runner = Runner(make_inputs(case), "cpu", flashpage)
+    (cache,), scales, wrapper = runner.kv(), runner.kv_cache_sf()["kv_cache_sf"], runner.planned()
+    q, judged = runner.q(), mock.Mock(side_effect=wrapper._attention._run_judged)
+    expected = wrapper.run(q, cache, kv_cache_sf=scales)
+    with mock.patch.object(wrapper._attention, "_run_judged", judged):
+        assert torch.equal(wrapper.run(q, cache, kv_cache_sf=scales), expected) and not judged.called
+        others = tuple(None if part is None else torch.zeros_like(part) for part in scales)
+        assert not torch.equal(wrapper.run(q, cache, kv_cache_sf=others), expected) and not judged.called
+        moved = (scales[0], torch.cat([scales[1], scales[1]], -1)[..., :4])
+        assert torch.equal(wrapper.run(q, cache, kv_cache_sf=moved), expected) and judged.called
+        with pytest.raises(RunError, match="kv_cache_sf has no scales of [KV]"):
+            wrapper.run(q, cache)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "bfloat16+nvfp4", "int4_token_rotated"])
+def test_compiled_runs(name: str) -> None:
+    runner = Runner(make_inputs(decode("formats", "", (65, 9), kv_format=name)), "cpu", flashpage)
+    (cache,), scales, wrapper, q = runner.kv(), runner.kv_cache_sf()["kv_cache_sf"], runner.planned(), runner.q()
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return wrapper.run(q, (k, v), kv_cache_sf=(given[0] if len(given) == 2 else None, given[-1]))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    found = compiled(q, *cache, *(part for part in scales if part is not None))
+    assert torch.equal(found, wrapper.run(q, cache, kv_cache_sf=scales))
 
 
 def test_two_levels_of_a_cascade() -> None:
