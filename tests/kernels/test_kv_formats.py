@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from typing import Any
 
 import pytest
 import torch
+from native_build import ROOT, shared_library
 
 from flashpage.kernels.kv_formats import FORMATS, WHOLE_ROW, KvFormat
-from tests.support.native_build import shared_library
 
 ROWS = [row for row in FORMATS.values() if not row.is_rotated]  # which differ from the others in nothing here
 EACH = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -88,3 +89,14 @@ def test_a_block_is_quantised_to_the_nearest_numbers(row):
         largest = float(elements.abs().max())
         assert bool((error <= nearest + 1e-6 * largest).all())
         assert float(error.max()) <= largest / (5 if row.bits == 4 else 25)
+
+
+@EACH
+def test_no_kernel_names_a_format(row):
+    """A sixth one is a file and a row."""
+    words = re.compile(rf"\b{row.cpp}\b|formats/{row.header}\.h")
+    sources = [
+        path for folder in ("include", "csrc") for path in (ROOT / folder).rglob("*") if path.suffix in (".h", ".cpp")
+    ]
+    named = [path for path in sources if words.search(path.read_text()) and path.parent.name != "formats"]
+    assert named == [] and len(sources) > 100
