@@ -15,17 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-README_EXAMPLE = re.compile(r"```python\n(.*?)```\s*```text\n(.*?)```", re.DOTALL)
+from attempts import ROOT, Attempts, found
+
 # Calls of each kind (with kernels that the test suite has compiled), and builtins that read tensors by torch's DLPack
 # functions, which the oldest torch lacks.
 TESTS = ("tests/api/test_api.py", "tests/api/test_api_direct.py", "tests/host/test_host_layout.py")
-
-
-def found(pattern: str, name: str) -> str:
-    match = re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
-    assert match is not None, f"{name} has no {pattern}"
-    return match[1]
 
 
 def cpu_builds() -> list[str]:
@@ -55,32 +49,20 @@ def main() -> int:
     if which == "newest" and version == f"{found(r'^torch==(.*)', 'constraints.txt')}+cpu":
         print(f"skipped: the newest build of torch for the CPU is the pinned one, {version}")
         return 0
-    print(f"torch {version}", flush=True)
+    attempts, torch = Attempts(), f"torch {version}"
     environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
     with tempfile.TemporaryDirectory(prefix="flashpage-torch-") as name:
         folder = Path(name)
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-        python = str(folder / "venv" / "bin" / "python")
-        packages = [f"torch=={version}", "numpy>=1.26", "jinja2", "ninja", "pytest"]
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], env=environment, check=True)
-        return smoke([python], environment | {"PYTHONPATH": str(ROOT)}, folder)
-
-
-def smoke(python: list[str], environment: dict[str, str], folder: Path) -> int:
-    """The README's ten lines, the demo, and tests; returns how many failed."""
-    readme = README_EXAMPLE.search((ROOT / "README.md").read_text())
-    assert readme is not None
-    (folder / "ten_lines.py").write_text(readme[1])
-    failed = 0
-    for words in (["ten_lines.py"], ["-m", "flashpage", "demo"]):
-        done = subprocess.run([*python, *words], env=environment, cwd=folder, capture_output=True, text=True)
-        is_right = done.returncode == 0 and (len(words) > 1 or readme[2] in done.stdout)
-        print(
-            f"{' '.join(words)}: {'passed' if is_right else f'FAILED{chr(10)}{done.stdout}{done.stderr}'}", flush=True
+        python = attempts.environment(torch, folder / "venv")
+        attempts.install(
+            torch, python, f"torch=={version}", "numpy>=1.26", "jinja2", "ninja", "pytest", env=environment
         )
-        failed += not is_right
-    tests = subprocess.run([*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS], env=environment, cwd=ROOT)
-    return failed + (tests.returncode != 0)
+        environment["PYTHONPATH"] = str(ROOT)
+        attempts.readme_and_demo(torch, [str(python)], environment, folder)
+        attempts.step(
+            f"{torch}: tests", python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, env=environment
+        )
+    return attempts.show()
 
 
 if __name__ == "__main__":

@@ -23,60 +23,23 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from attempts import ROOT, Attempts, Row, found
+
 OUT = ROOT / "build" / "release"
 DIST = OUT / "dist"
 GLIBC = (2, 28)
 TOOLS = ("auditwheel", "mypy", "pyright", "twine", "ziglang")
 KERNELS = {"x86_64": "avx2,avx512", "aarch64": "neon"}
-README_EXAMPLE = re.compile(r"```python\n(.*?)```\s*```text\n(.*?)```", re.DOTALL)
 
 
-class Row(NamedTuple):
-    """A line of the table."""
-
-    what: str
-    seconds: float
-    result: str
-
-
-class Release:
+class Release(Attempts):
     def __init__(self, only: str | None) -> None:
-        self.rows: list[Row] = []
+        super().__init__()
         self.only = only
-        self.tools = OUT / "tools" / "bin" / "python"
-
-    def step(
-        self, what: str, *command: object, env: Mapping[str, str] | None = None, cwd: Path = ROOT, expected: str = ""
-    ) -> str:
-        """Runs a command, adds a row, and returns its output. A failure is shown at once, and ends nothing."""
-        print(f"== {what}", flush=True)
-        start = time.monotonic()
-        done = subprocess.run(
-            [str(part) for part in command],
-            env=env,
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        passed = done.returncode == 0 and expected in done.stdout
-        row = Row(what, time.monotonic() - start, "passed" if passed else f"FAILED ({done.returncode})")
-        if not passed:
-            print(done.stdout[-4000:])
-        print(f"-- {row.result}: {row.seconds:.0f} s", flush=True)
-        self.rows.append(row)
-        return done.stdout
-
-    def note(self, what: str, problem: str) -> None:
-        """A row of a check that runs no command."""
-        self.rows.append(Row(what, 0, f"FAILED: {problem}" if problem else "passed"))
+        self.tools = Path(sys.executable)  # until they are installed
 
     # ------------------------------------------------------------ making
 
@@ -100,10 +63,8 @@ class Release:
         self.note("all is committed", f"{len(changed.splitlines())} files are not" if changed else "")
 
     def install_tools(self) -> None:
-        if not self.tools.exists():
-            self.step("tools: environment", sys.executable, "-m", "venv", OUT / "tools")
-        pins = ROOT / "constraints.txt"
-        self.step("tools: install", self.tools, "-m", "pip", "install", "-q", "-c", pins, *TOOLS)
+        self.tools = self.environment("tools", OUT / "tools")
+        self.install("tools", self.tools, "-c", ROOT / "constraints.txt", *TOOLS)
 
     def make_sdist(self) -> Path:
         """The sdist of the last commit; returns the folder that it unpacks to."""
@@ -163,13 +124,12 @@ class Release:
         folder = OUT / f"try-{file.name}"
         home = folder / "home"
         home.mkdir(parents=True)
-        python = folder / "venv" / "bin" / "python"
         kind = "sdist" if file.suffix == ".gz" else "wheel"
-        self.step(f"{kind}: empty environment", sys.executable, "-m", "venv", folder / "venv")
+        python = self.environment(kind, folder / "venv")
         building = {"HOME": str(home), "PATH": os.environ["PATH"] if kind == "sdist" else "/nonexistent"}
         kept = ("PIP_", "SSL_", "REQUESTS_", "http", "HTTP")
         building |= {name: value for name, value in os.environ.items() if name.startswith(kept)}
-        self.step(f"{kind}: pip install FILE[hf]", python, "-m", "pip", "install", "-q", f"{file}[hf]", env=building)
+        self.install(kind, python, f"{file}[hf]", env=building)
         environment = {"HOME": str(home), "PATH": os.environ["PATH"] if kind == "sdist" else "/nonexistent"}
         self.try_programs(kind, [str(python)], environment, folder)
 
@@ -183,11 +143,11 @@ class Release:
         """Adds the kernels to the environment in which the wheel was tried."""
         folder = OUT / f"try-{wheel.name}"
         python, kept = folder / "venv" / "bin" / "python", {"HOME": str(folder / "home"), "PATH": "/nonexistent"}
-        self.step("kernels: pip install", python, "-m", "pip", "install", "-q", "--no-index", kernels, env=kept)
+        self.install("kernels", python, "--no-index", kernels, env=kept)
         script = ROOT / ".ci" / "shipped_kernels.py"
-        found = self.step("kernels: found by their specs", python, script, env=kept, cwd=folder, expected="for sm_")
-        if found:
-            self.rows.append(Row(found.strip(), 0, "passed"))
+        shown = self.step("kernels: found by their specs", python, script, env=kept, cwd=folder, expected="for sm_")
+        if shown:
+            self.rows.append(Row(shown.strip(), 0, "passed"))
 
     def try_on_arm(self, wheel: Path) -> None:
         command = os.environ.get("FLASHPAGE_ARM_PYTHON")
@@ -202,12 +162,8 @@ class Release:
         self.try_programs("aarch64", shlex.split(command), environment | {"FLASHPAGE_JIT": "off"}, folder)
 
     def try_programs(self, kind: str, python: list[str], environment: dict[str, str], folder: Path) -> None:
-        readme = README_EXAMPLE.search((ROOT / "README.md").read_text())
-        assert readme, "README.md has no python block followed by a text block"
-        (folder / "ten_lines.py").write_text(readme[1])
+        self.readme_and_demo(kind, python, environment, folder)
         for what, command, expected in (
-            ("the README's ten lines", ["ten_lines.py"], readme[2]),
-            ("flashpage demo", ["-m", "flashpage", "demo"], ""),
             ("flashpage info", ["-m", "flashpage", "info"], ""),
             ("a model of transformers", [ROOT / "examples" / "transformers_generate.py"], ""),
             ("every CPU kernel against torch", [ROOT / ".ci" / "small_table.py"], "all agree"),
@@ -215,11 +171,6 @@ class Release:
             if kind == "aarch64" and "transformers" in what:
                 continue
             self.step(f"{kind}: {what}", *python, *command, env=environment, cwd=folder, expected=expected)
-
-
-def found(pattern: str, name: str) -> str:
-    match = re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
-    return match[1] if match else ""
 
 
 def main() -> int:
@@ -249,10 +200,7 @@ def main() -> int:
         elif wheel is not None:
             release.try_on_arm(wheel)
     release.try_in_an_empty_environment(next(DIST.glob("*.tar.gz")))
-    print()
-    for row in release.rows:
-        print(f"{row.seconds:7.1f} s  {row.what:72s} {row.result}")
-    return int(any(row.result.startswith("FAILED") for row in release.rows))
+    return release.show()
 
 
 if __name__ == "__main__":

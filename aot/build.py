@@ -38,6 +38,11 @@ def listed(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
     ]
 
 
+def only_checked(targets: Iterable[str]) -> list[Kernel]:
+    """Kernels of these targets that `--check` compiles next to the list."""
+    return [(spec, target) for target in map(Target.parse, targets) for spec in specs.only_checked_specs(target)]
+
+
 def sample(targets: Iterable[str]) -> list[Kernel]:
     """The first spec of each attention kernel of each CUDA target."""
     found: dict[tuple[str, Target], Kernel] = {}
@@ -113,6 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
             usual = EVERY_TARGET if given.every_target else CHECK_TARGETS if given.check else WHEEL_TARGETS
             targets = given.target or usual
             kernels = sample(targets) if given.sample else listed(targets, given.default_only)
+            if given.check and not (given.sample or given.default_only):
+                kernels += only_checked(targets)
     except (OSError, ValueError) as error:
         parser.error(f"{given.manifest}: not a manifest: {error}" if given.manifest else str(error))
     results = check(kernels, given.jobs) if given.check else build_into(given.output, kernels, given.jobs)

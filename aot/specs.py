@@ -8,6 +8,7 @@ import itertools
 from flashpage.jit import Target
 from flashpage.jit.targets import PTX
 from flashpage.kernels import ATTENTION, devices, helpers
+from flashpage.kernels.ahead import BF16, E4M3, ONE_TOKEN, Ahead
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.context_classes import CLASSES
 from flashpage.kernels.devices import Device
@@ -53,6 +54,20 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
 def cuda_specs(target: Target) -> list[KernelSpec]:
     """All specs of a CUDA target. CI compiles those of sm_80 and sm_90a: at most 170 different ones."""
     return list(dict.fromkeys((*default_cuda_specs(target), *attention_specs(target))))
+
+
+# Kernels of prefill_sm90 that few models use and that have hardly a register to spare.
+_CHECKED_OF_HOPPER = (
+    *(Ahead(E4M3, E4M3, (dim, dim), 128) for dim in (64, 256)),
+    *(Ahead(BF16, BF16, (dim, dim), 128, rotates=True) for dim in (64, 256)),
+    Ahead(BF16, BF16, (128, 128), 128, ONE_TOKEN, rotates=True),
+)
+
+
+def only_checked_specs(target: Target) -> list[KernelSpec]:
+    """Specs that CI compiles next to the list, and no wheel has."""
+    rows = _CHECKED_OF_HOPPER if target.arch == devices.H200.sm else ()
+    return [choose_for_card(row.problem, devices.H200).spec for row in rows]
 
 
 def cpu_specs() -> list[KernelSpec]:

@@ -26,6 +26,7 @@ TITLES = {  # sections in the order of the page
     "more-prefill": "Prefill and append, other shapes",
     "fp8-prefill": "Prefill with e4m3 queries, keys and values",
     "mla": "Latent rows (MLA)",
+    "energy": "Energy of long prompts",
     "host": "Host time of plan and run",
     "sglang": "SGLang, tokens per second by attention backend",
 }
@@ -106,6 +107,23 @@ def host_table(lines: list[Line]) -> str:
     return table(["what", "batch", "us", "must", "goal"], rows)
 
 
+def energy_table(lines: list[Line]) -> str:
+    """Time and energy of a call, next to the peer's."""
+    rows = []
+    for line in lines:
+        own, peer = "flashpage", next(label for label in line["us"] if label != "flashpage")
+        cells = [f"{line[key][who]:{form}}" for key, form in _ENERGY.items() for who in (own, peer)]
+        ratios = [f"{line[key][peer] / line[key][own]:.3f}" for key in ("us", "joules")]
+        rows.append([line["case"], name(peer), *cells, *ratios])
+    columns = [f"{who}{unit}" for unit in ("us", "J", "W", "MHz") for who in ("", "peer's ")]
+    words = "Each library is called for a second in turn, three times; joules are the board's counter (NVML)."
+    header = ["case", "peer", *columns, "peer's time / flashpage's", "peer's energy / flashpage's"]
+    return f"{words}\n\n{table(header, rows)}"
+
+
+_ENERGY = {"us": ",.0f", "joules": ".3f", "watts": ".0f", "sm_mhz": ".0f"}
+
+
 def engine_table(lines: list[Line]) -> str:
     """Rates of an engine with each attention backend; the ratio is flashpage's to the best other one's."""
     kinds, rows = ("new_per_s", "decode_per_s", "prefill_per_s"), []
@@ -121,7 +139,7 @@ def engine_table(lines: list[Line]) -> str:
     return f"{words} Ratios are flashpage's rate to that of the best other backend.\n\n{table(header, rows)}"
 
 
-TABLES = {"host": host_table, "sglang": engine_table}  # of other sections: card_table
+TABLES = {"energy": energy_table, "host": host_table, "sglang": engine_table}  # of other sections: card_table
 
 
 def page(lines: list[Line]) -> str:

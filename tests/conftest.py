@@ -18,7 +18,11 @@ from cases.case import Case
 from native_build import share_builds
 
 LOGGERS = (logging.root, logging.getLogger("flashpage"))
-MARKERS = {"slow": "takes more than a few seconds", "cuda": "needs an NVIDIA card"}
+MARKERS = {
+    "slow": "takes more than a few seconds",
+    "rare": "takes paths that other tests take too, and seconds in compilers; only CI runs it (--rare)",
+    "cuda": "needs an NVIDIA card",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="skip slow tests, and most rows of long tables")
+    parser.addoption("--rare", action="store_true", help="run rare tests too, as CI does")
     parser.addoption("--engines", action="store_true", help="run real engines of vLLM and SGLang too")
 
 
@@ -74,7 +79,7 @@ SLOW = {
     *("jit/test_compile_failures", "jit/test_jit", "kernels/test_latent_kernel", "project/test_examples"),
     *("engines/test_transformers_latents", "serving/test_latent_engine"),
     *("jit/test_kernel_key", "jit/test_trust", "kernels/test_a_new_kernel", "kernels/test_function_tiles"),
-    *("kernels/test_prefill_kernel", "kernels/test_prefill_sass", "kernels/test_shared_memory", "net/test_bad_inputs"),
+    *("kernels/test_prefill_kernel", "kernels/test_shared_memory", "net/test_bad_inputs"),
     *("net/test_faults", "net/test_faulty_disk", "net/test_fuzz", "net/test_soak", "planner/test_planner_properties"),
     *("planner/test_table_plans", "project/test_bench", "project/test_cli", "project/test_pages"),
     "project/test_selftest",
@@ -91,6 +96,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     is_slow = f"{collection_path.parent.name}/{collection_path.stem}" in SLOW
     needs_card = collection_path.name == "card" and not torch.cuda.is_available()
     return True if config.getoption("fast") and (is_slow or needs_card) else None
+
+
+def _leave_out_rare(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rare = [item for item in items if item.get_closest_marker("rare")]
+    config.hook.pytest_deselected(items=rare)
+    items[:] = [item for item in items if not item.get_closest_marker("rare")]
 
 
 def _leave_out_most(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -125,6 +136,8 @@ def _deal_out_slow_files(items: list[pytest.Item], workers: int) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("rare"):
+        _leave_out_rare(config, items)
     if config.getoption("fast"):
         _leave_out_most(config, items)
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):

@@ -1,5 +1,5 @@
-// The planner in a browser: the sources of the host library behind four functions for docs/explorer/explorer.js, which
-// reads and writes the module's memory. docs/explorer/build.py compiles it to WebAssembly.
+// The planner in a browser: four functions for docs/explorer/explorer.js, which reads and writes the module's memory,
+// call the sources of the host library. docs/explorer/build.py compiles it to WebAssembly.
 #include "plan/planner.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""What the plan explorer knows of kernels: `python docs/explorer/table.py` writes docs/explorer/table.json.
+"""Schedules of kernels for the plan explorer: `python docs/explorer/table.py` writes docs/explorer/table.json.
 
 The planner needs a schedule (csrc/flashpage.h, fp_schedule), which the choice of a kernel gives, in Python. The table
 has the schedules of usual heads on the table's cards: one for decode, and for other batches one for each number of

@@ -16,7 +16,7 @@ class ContextClass(enum.Enum):
     SHORT = "so few that shorter tiles pay"
     LONG = "so many that tiles at the edge of a mask hardly count, and pairs of CTAs pay"
     EQUAL = "any number, for equally many rows of each request: row tiles of a request are computed side by side"
-    LITTLE = "so few, for so few rows, that a launch mostly starts, ends and merges"
+    TINY = "so few, for so few rows, that a launch mostly starts, ends and merges"
 
 
 CLASSES = tuple(ContextClass)  # a class's number is its index here (csrc/plan_call.h, fp_context_row)

@@ -46,9 +46,7 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
     if options.kv_source != "latent" or options.kv_dtype is not options.q_dtype:
         return []
     rows = [
-        context_row(
-            ContextClass.LITTLE, _ROWS_OF_PAIR // options.group_size, 0, most_tokens=_most_tokens(options, card)
-        )
+        context_row(ContextClass.TINY, _ROWS_OF_PAIR // options.group_size, 0, most_tokens=_most_tokens(options, card))
     ]
     for tiles in range(_MOST_TILES, 0, -1):  # batches of more row tiles a request than `tiles`
         contexts = ContextClass.EQUAL if tiles % 2 else ContextClass.USUAL
@@ -87,9 +85,9 @@ def _many_rows(work: Work) -> str | None:
     return None if rows > ROWS else f"{rows} packed rows are few, it takes {ROWS + 1} or more"
 
 
-def _not_little(work: Work) -> str | None:
-    is_little = work.problem.contexts is ContextClass.LITTLE
-    return "the batch is one short request, which units of few rows end earlier" if is_little else None
+def _not_tiny(work: Work) -> str | None:
+    is_tiny = work.problem.contexts is ContextClass.TINY
+    return "the batch is one short request, which units of few rows end earlier" if is_tiny else None
 
 
 def _boxes(work: Work) -> str | None:
@@ -134,7 +132,7 @@ KERNEL = AttentionKernel(
     cpp="LatentWideSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(_many_rows, _boxes, _not_little, *OPTIONS),
+    accepts=(_many_rows, _boxes, _not_tiny, *OPTIONS),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,

@@ -83,14 +83,15 @@ def test_opcheck_append(cache: torch.Tensor) -> None:
     torch.library.opcheck(torch.ops.flashpage.append_paged_kv_cache.default, (new, new, *numbers, [cache], "NHD"))
 
 
-def test_decode_step_compiles_whole(q: torch.Tensor, cache: torch.Tensor) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.rare)])
+def test_decode_step_compiles_whole(q: torch.Tensor, cache: torch.Tensor, backend: str) -> None:
     wrapper = decode_wrapper()
     torch._dynamo.reset()
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return wrapper.run(x * 2, cache) + 1
 
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(q), step(q))
     # The operator carries the wrapper and not the plan: a new plan gives new results without a recompile.
     plan_decode(wrapper, (1, 2, 3))

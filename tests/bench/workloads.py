@@ -107,7 +107,7 @@ class Case:
         return self.num_kv_heads * self.columns
 
     def shrunk(self) -> Case:
-        """The same case in a size that a CPU runs at once, to check the benchmark itself."""
+        """This case in a size that a CPU runs at once, to check the benchmark itself."""
         batch = min(self.batch, 2)
         q_len, kv_len = min(self.q_len, 16), min(self.kv_len, 16 if self.kv_len == self.q_len else 48)
         return dataclasses.replace(self, batch=batch, q_len=q_len, kv_len=kv_len, window_left=min(self.window_left, 8))

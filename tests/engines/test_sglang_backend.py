@@ -162,7 +162,7 @@ def test_trees_of_guesses(form: Form, is_captured: bool, device: str) -> None:
         else:
             backend.init_forward_metadata(batch)
         close(scene.run(backend, batch), scene.expected(masks))
-        assert uses(backend) == {Use.TREE_IN_GRAPH if is_captured else Use.TREE}
+        assert uses(backend) == {Use.MASKED_IN_GRAPH if is_captured else Use.MASKED}
 
 
 @pytest.mark.parametrize("is_captured", [False, True])

@@ -192,7 +192,7 @@ def test_causal_requests_next_to_others(sizes: dict[str, Any], device: str) -> N
         layers, full = [scene.form.layer()], scene.sizes(**sizes)
         flags = causal_flags.flags_of(diffusion, layers, full.max_requests, scene.device)
         assert flags is not None
-        planner = GroupPlanner(GroupPlans(layers, full, scene.device, tree=flags.variant), None, flags)
+        planner = GroupPlanner(GroupPlans(layers, full, scene.device, mask=flags.variant), None, flags)
         apart = [scene.expected(causal=is_causal).split(lens) for is_causal in (False, True)]
         for given in ([1, 0, 0], [0, 1, 1]):
             common = scene.common(causal=torch.tensor(given, dtype=torch.int32, device=scene.device))  # type: ignore[arg-type]

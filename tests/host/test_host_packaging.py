@@ -96,6 +96,7 @@ def wheel(checkout: Path) -> Path:
     return found
 
 
+@pytest.mark.rare
 def test_one_wheel_for_every_python(checkout: Path, wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -117,6 +118,7 @@ def test_one_wheel_for_every_python(checkout: Path, wheel: Path) -> None:
     assert not any(n.startswith(("tests/", "csrc/", "aot/", "flashpage/aot_kernels/")) for n in names)
 
 
+@pytest.mark.rare
 def test_the_tag_says_which_glibc_is_needed(wheel: Path, tmp_path: Path) -> None:
     """An installer of an older system refuses the file, where the library could not be loaded."""
     with zipfile.ZipFile(wheel) as archive:
@@ -129,6 +131,7 @@ def test_the_tag_says_which_glibc_is_needed(wheel: Path, tmp_path: Path) -> None
     assert f'"manylinux_{major}_{minor}_{os.uname().machine}"' in audit.stdout.replace("\n", " "), audit
 
 
+@pytest.mark.rare
 def test_the_library_needs_only_the_c_library(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         library = archive.extract("flashpage/lib/libflashpage.so", tmp_path)
@@ -139,6 +142,7 @@ def test_the_library_needs_only_the_c_library(wheel: Path, tmp_path: Path) -> No
     assert {line.split()[-1][:3] for line in symbols.splitlines()} == {"fp_"}
 
 
+@pytest.mark.rare
 def test_an_installed_wheel_finds_its_folders(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     python = str(tmp_path / "venv" / "bin" / "python")
@@ -164,6 +168,7 @@ print(paths.PACKAGE, paths.fingerprint())
     assert digest == fingerprint(checkout)
 
 
+@pytest.mark.rare
 def test_a_wheel_with_kernels_runs_without_a_compiler(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     """Built with --aot after the other one, whose objects are used again; the README's lines run, with PATH empty."""
     decode = Options("paged", 32, 8, 128, 128, 16, *[DType.FLOAT32] * 3, uniform_q_len=1)

@@ -18,6 +18,8 @@ from flashpage.kernels import ATTENTION, devices
 from flashpage.kernels.devices import Device
 from flashpage.plan import plan_lengths
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 HEADER = r"""// Textbook attention of one row at a time.
 #pragma once
 #include <cmath>

@@ -93,11 +93,14 @@ def options(case: KernelCase, inputs: Inputs) -> reference.Options:
 
 
 def runs() -> list[pytest.param]:
-    """Every case at the best level and at the lowest one, whose vectors are half as wide; one at the middle level."""
+    """Every case at the best level and at the lowest one, whose vectors are half as wide; one at the middle level. At
+    the lowest level those that are compiled as users have them are rare."""
     levels = runnable(None)
     found = [(case, target) for target in dict.fromkeys((levels[0], levels[-1])) for case in CASES]
     found += [(CASES[1], target) for target in levels[1:-1]]
-    return [pytest.param(*run, id=f"{run[1].name}-{run[0].reason}") for run in found]
+    rare = {(case, levels[-1]) for case in CASES if levels[-1] != levels[0] and not is_quick(case)}
+    marks = {True: pytest.mark.rare, False: ()}
+    return [pytest.param(*run, id=f"{run[1].name}-{run[0].reason}", marks=marks[run in rare]) for run in found]
 
 
 def is_quick(case: KernelCase) -> bool:

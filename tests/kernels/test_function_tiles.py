@@ -24,6 +24,8 @@ from flashpage.kernels.spec import VariantSpec
 from flashpage.variants import Variant
 from flashpage.variants.source import mask_is_causal, mask_looks_at_head
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 MOST_TOKENS, BEFORE, REQUESTS, HEADS = 4600, 300, 5, 40  # BEFORE: rows before a request's first token
 _generator = torch.Generator().manual_seed(5)
 DOCUMENT = torch.sort(torch.randint(0, 30, (REQUESTS, BEFORE + MOST_TOKENS), generator=_generator))[0]

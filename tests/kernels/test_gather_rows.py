@@ -11,12 +11,10 @@ from caches import FORMS, Cache, Shape, poison
 from fake_driver import with_fake_driver
 from native_build import gather_rows
 
-from flashpage import jit, native
+from flashpage import native
 from flashpage.base import kv_view
 from flashpage.base.dtypes import DType
-from flashpage.jit import compilers
 from flashpage.kernels.options import Options
-from flashpage.kernels.spec import KernelSpec
 from flashpage.plan import gather_rows as gathered
 
 OPTIONS = Options(
@@ -73,13 +71,6 @@ def test_rows_are_those_of_the_pages(form: str, layout: str, heads: int, dims: t
         assert torch.equal(found[first:], memory[indices[first:].long(), 0])
         found[first:].view(torch.int16).fill_(-1)
     assert torch.equal(workspace, before), "nothing else is written"
-
-
-def test_the_kernel_compiles() -> None:
-    if not compilers.find_nvcc() and not compilers.find_nvrtc():
-        pytest.skip("neither nvcc nor NVRTC is here")
-    (result,) = jit.build_kernels([(KernelSpec("gather_rows"), jit.Target("cuda", 90))])
-    assert result.error is None and result.spill_bytes == 0
 
 
 def test_rows_are_gathered_before_they_are_read() -> None:

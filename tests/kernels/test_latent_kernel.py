@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import latent_rows
@@ -20,9 +19,9 @@ from inputs import Inputs, make_inputs, reference_states
 from native_build import shared_library
 from tolerance import limits
 
+from aot import specs
 from flashpage import native
-from flashpage.jit import Target, build_kernels
-from flashpage.jit.compilers import find_nvcc
+from flashpage.jit import Target
 from flashpage.kernels import devices, latent_columns_sm90, latent_decode_sm90, latent_wide_sm90
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.kernel import AttentionKernel
@@ -95,6 +94,8 @@ WIDE_CASES = [
 ]
 ROWS = [*((TRANSPOSED, case) for case in TRANSPOSED_CASES), *((WIDE, case) for case in WIDE_CASES)]
 ROWS += ((BY_COLUMNS, case) for case in COLUMNS_CASES)
+RARE = {"latent-512-0", "latent-256-64", "latent-128-48"}  # builds for sizes of rows, whose paths others take too
+assert {case.name for _, case in ROWS} >= RARE
 
 
 def spec_of(kernel: AttentionKernel, case: Case) -> KernelSpec:
@@ -195,7 +196,11 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
 
 
 @pytest.mark.parametrize("cut", [0, 48])
-@pytest.mark.parametrize(("kernel", "case"), ROWS, ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [pytest.param(*row, marks=pytest.mark.rare if row[1].name in RARE else ()) for row in ROWS],
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -> None:
     inputs = make_inputs(case)
     out, lse, left = run(kernel, case, inputs, cut)
@@ -228,7 +233,6 @@ def test_the_kernel_of_a_form(form: dict[str, Any], by_heads: dict[int, Attentio
         assert choose_for_card(Problem(latent_rows.options_of(case), heads), devices.H200).kernel is kernel
 
 
-@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 @pytest.mark.parametrize(
     ("kernel", "rows", "form"),
     [
@@ -239,10 +243,7 @@ def test_the_kernel_of_a_form(form: dict[str, Any], by_heads: dict[int, Attentio
         (TRANSPOSED, 32, {"selected": "padded", "row_format": "deepseek_v32"}),
     ],
 )
-def test_machine_code(kernel: AttentionKernel, rows: int, form: dict[str, Any], tmp_path: Path) -> None:
-    spec = spec_of(
-        kernel, latent_case("machine code", "DeepSeek's rows", (1,), (1,), num_q_heads=rows, page_size=64, **form)
-    )
-    (result,) = build_kernels([(spec, Target("cuda", 90))], tmp_path)
-    assert result.error is None
-    assert (result.spill_bytes, result.serial_products) == (0, 0)
+def test_ci_looks_at_the_machine_code(kernel: AttentionKernel, rows: int, form: dict[str, Any]) -> None:
+    """`python -m aot.build --check` fails where registers spill and where ptxas serialises products."""
+    case = latent_case("machine code", "DeepSeek's rows", (1,), (1,), num_q_heads=rows, page_size=64, **form)
+    assert spec_of(kernel, case) in specs.cuda_specs(Target("cuda", 90))

@@ -23,7 +23,7 @@ from inputs import Inputs, make_inputs, pack_bits, reference_states
 from native_build import function_tiles, shared_library, variant_flags
 from native_build import mask_tiles as mask_kernel
 from planner_batches import Cutting
-from prefill_cases import CASES, HALVES
+from prefill_cases import CASES, HALVES, RARE
 from tolerance import limits
 from variant_build import variant_args
 
@@ -268,7 +268,9 @@ def set_scales(params: native.AttentionParams, scales: dict[str, Any]) -> None:
         setattr(params, f"{name}_stride", int(scale.numel() > 1))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.rare if case.name in RARE else ()) for case in CASES], ids=str
+)
 def test_the_kernel_on_the_host(case: Case, kernels: None) -> None:
     inputs = make_inputs(case)
     out, lse, left = run(case, inputs)

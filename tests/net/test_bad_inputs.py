@@ -15,7 +15,8 @@ import pytest
 import torch
 from bad_inputs.kinds import kind_of
 from bad_inputs.rows import equal, good_arguments, judge, table
-from bad_inputs.scenes import Make, Scene, Step, scenes
+from bad_inputs.scene import Make, Scene, Step
+from bad_inputs.scenes import scenes
 
 from flashpage.wrappers.plan_arguments import Own
 
@@ -94,7 +95,7 @@ def test_every_argument_has_badness() -> None:
 
 
 def test_every_public_function_has_rows() -> None:
-    """A new function needs a scene in tests/support/bad_inputs/scenes.py, or a reason here."""
+    """A new function needs a scene in tests/support/bad_inputs/scenes, or a reason here."""
     covered = {key for scene in scenes().values() for step in scene.steps for key in _functions_of(scene, step)}
     names = (Path(__file__).parents[1] / "project" / "public_names.txt").read_text().split("# ")[1].splitlines()[1:]
     missing = []

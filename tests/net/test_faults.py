@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 from bad_inputs.rows import equal, good_arguments
-from bad_inputs.scenes import Make, scenes
+from bad_inputs.scene import Make
+from bad_inputs.scenes import scenes
 from fake_driver import PRELUDE
 from faulty_driver import FAULTS, with_faults
 

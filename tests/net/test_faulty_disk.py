@@ -90,7 +90,7 @@ assert after > 35, after
 """
 
 
-@pytest.mark.parametrize("scenario", ["one", "many", "fresh", "failing"])
+@pytest.mark.parametrize("scenario", [pytest.param("one", marks=pytest.mark.rare), "many", "fresh", "failing"])
 def test_every_call_for_a_file_of_a_compile_fails_once(tmp_path: Path, scenario: str) -> None:
     sandbox = Sandbox.create(tmp_path / "box")
     sandbox.compiler.write_text(COMPILER)

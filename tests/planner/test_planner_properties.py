@@ -12,10 +12,11 @@ from planner_batches import Batch, Cutting, plan
 from planner_checks import check, check_balance
 from random_batches import random_case
 
-CASES_OF_A_SWEEP = 500 if "FUZZ_MINUTES" in os.environ else 200  # `make fuzz` and CI look at all
+# `make fuzz` and CI look at many cases. The first 60 of the other seeds have none that takes seconds.
+CASES_OF_A_SWEEP, SEEDS = (500, range(16)) if "FUZZ_MINUTES" in os.environ else (60, range(16, 32))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_sweep(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for number in range(CASES_OF_A_SWEEP):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import native_build
@@ -15,7 +14,6 @@ from random_batches import random_case
 from table_plans import TableBatch
 
 from flashpage import jit, native
-from flashpage.jit.compilers import find_nvcc, find_nvrtc
 from flashpage.kernels.spec import KernelSpec
 from flashpage.native import records
 
@@ -152,18 +150,6 @@ def test_rows_of_an_indptr_that_falls_are_no_requests_again(ends: list[int], pie
 def items_of(plan: bytes) -> np.ndarray:
     header = np.frombuffer(plan, records.PLAN_HEADER, 1)[0]
     return np.frombuffer(plan, records.WORK_ITEM, header["num_items"], header["items_offset"])
-
-
-@pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
-def test_the_kernel_spills_nothing(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if (find_nvcc if compiler == "nvcc" else find_nvrtc)() is None:
-        pytest.skip(f"no {compiler}")
-    if compiler == "nvrtc":
-        monkeypatch.setenv("FLASHPAGE_NVCC", "off")
-    for arch in (80, 90):
-        (result,) = jit.build_kernels([(KernelSpec("plan"), jit.Target("cuda", arch))], tmp_path / str(arch))
-        assert result.error is None and result.entry is not None
-        assert (result.spill_bytes, result.entry.meta["compiler"].partition(" ")[0]) == (0, compiler)
 
 
 def test_memory_too_small_is_reported() -> None:

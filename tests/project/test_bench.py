@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -44,7 +43,11 @@ PROGRAMS = [  # program and arguments, and a line that it prints
 ]
 
 
-@pytest.mark.parametrize(("arguments", "line"), PROGRAMS, ids=[" ".join(a[:4]) for a, _ in PROGRAMS])
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [pytest.param(*row, marks=pytest.mark.rare if row[0][0] == "parallel.py" else ()) for row in PROGRAMS],
+    ids=[" ".join(a[:4]) for a, _ in PROGRAMS],
+)
 def test_runs(arguments: tuple[str, ...], line: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
     done = programs.run([BENCH / arguments[0], *arguments[1:]], env=environment)
@@ -61,6 +64,7 @@ def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "trace", raising=False)
 
 
+@pytest.mark.rare
 def test_loaders_compile_alone() -> None:
     """The program compiles with the present headers, as CI may have no card to run it on."""
     if compilers.find_compiler(jit.Target("cuda", 90)) is None:
@@ -94,8 +98,8 @@ def test_trace_of_a_launch(bench_path: None) -> None:
 def test_attention_of_torch() -> None:
     """Every case runs on flashpage, in tiny shapes."""
     environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
-    command = [sys.executable, str(BENCH / "torch_attention_bench.py"), "--small", "--device", "cpu", "--repeats", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    small = ["--small", "--device", "cpu", "--repeats", "1"]
+    done = programs.run([BENCH / "torch_attention_bench.py", *small], env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| flashpage |") == 7
 

@@ -127,6 +127,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": python_path, "FLASHPAGE_PROGRESS": "off"}
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "index"), RANKS)
 def test_two_ranks(page: str, index: int, tmp_path: Path) -> None:
@@ -138,6 +139,7 @@ def test_two_ranks(page: str, index: int, tmp_path: Path) -> None:
     assert block.output is None or done.stdout == block.output
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "index"), SHELL)
 def test_shell_blocks(page: str, index: int, tmp_path: Path) -> None:

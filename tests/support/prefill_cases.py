@@ -304,3 +304,11 @@ HALVES = [
     ),
 ]
 CASES += HALVES
+
+# Builds for head dims and combinations, whose paths other rows take too.
+RARE = {
+    *("host-rows-80-24", "host-rows-192-256", "host-function-heads-causal", "host-fp8-mask", "host-q8-192-128"),
+    *("host-q8-page-5", "host-rope-cap", "host-rope-mask", "host-rope-dim-16", "host-rope-192-128"),
+    "host-halves-ragged-dim-192",
+}
+assert {case.name for case in CASES} >= RARE

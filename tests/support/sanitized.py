@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from bad_inputs.rows import equal, good_arguments
-from bad_inputs.scenes import Make, scenes
+from bad_inputs.scene import Make
+from bad_inputs.scenes import scenes
 from cases import CASES
 from harness import run_case
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from bad_inputs.rows import equal, good_arguments
-from bad_inputs.scenes import DIM, HEADS, KV_HEADS, PAGE, Make, scenes
+from bad_inputs.scene import DIM, HEADS, KV_HEADS, PAGE, Make
+from bad_inputs.scenes import scenes
 
 import flashpage
 from flashpage import FlashpageError

@@ -31,7 +31,7 @@ def test_names_are_those_of_the_header() -> None:
 
 
 def check_format(text: str) -> None:
-    """What the Trace Event Format asks of complete and metadata events, and what Perfetto needs to draw them: thread
+    """Holds a trace to the Trace Event Format's complete and metadata events, and to what Perfetto draws: thread
     numbers from 1 on, a name for each thread, and no two slices of a thread that overlap once times are whole
     nanoseconds."""
 

@@ -56,12 +56,12 @@ class Use(enum.Enum):
     SUFFIX = "any rows after these tokens"
     RAGGED = "rows over the K and V of the same step"
     OWN_IN_GRAPH = "few rows a request over the K and V of the same step, captured"
-    TREE = "any rows under a mask: ancestors in a tree, or causal requests next to others"
-    TREE_IN_GRAPH = "the same, captured"
+    MASKED = "any rows under a mask: ancestors in a tree, or causal requests next to others"
+    MASKED_IN_GRAPH = "any rows under such a mask, captured"
 
     @property
     def is_graph(self) -> bool:
-        return self in (Use.DECODE_IN_GRAPH, Use.ROWS_IN_GRAPH, Use.OWN_IN_GRAPH, Use.TREE_IN_GRAPH)
+        return self in (Use.DECODE_IN_GRAPH, Use.ROWS_IN_GRAPH, Use.OWN_IN_GRAPH, Use.MASKED_IN_GRAPH)
 
     @property
     def is_own(self) -> bool:
@@ -73,8 +73,8 @@ class Use(enum.Enum):
         return self in (Use.DECODE, Use.DECODE_IN_GRAPH)
 
     @property
-    def is_tree(self) -> bool:
-        return self in (Use.TREE, Use.TREE_IN_GRAPH)
+    def is_masked(self) -> bool:
+        return self in (Use.MASKED, Use.MASKED_IN_GRAPH)
 
 
 class TableRows(NamedTuple):
@@ -112,7 +112,7 @@ class GroupPlans:
     """The attention objects, which share a workspace.
 
     Args:
-        tree: masks the rows of Use.TREE and Use.TREE_IN_GRAPH.
+        mask: hides tokens from the rows of Use.MASKED and Use.MASKED_IN_GRAPH.
         owner: the engine, for messages.
     """
 
@@ -123,13 +123,13 @@ class GroupPlans:
         device: torch.device,
         workspaces: Workspaces | None = None,
         *,
-        tree: Variant | None = None,
+        mask: Variant | None = None,
         owner: str = "vLLM",
     ) -> None:
         self.layers, self.sizes, self.device = list(layers), sizes, device
         self.workspaces = Workspaces() if workspaces is None else workspaces
         self.is_encoder = any(layer.is_encoder for layer in self.layers)  # there are then no others in the group
-        self._tree, self._owner = tree, owner
+        self._mask, self._owner = mask, owner
         self._kinds = list(dict.fromkeys(layer.kind for layer in layers))
         self._attentions: dict[Use, dict[LayerKind, Attention]] = {}
         self._options: dict[Any, tuple[Options, RunOptions]] = {}
@@ -215,7 +215,7 @@ class GroupPlans:
             "sm_scale": values.sm_scale,
             "q_data_type": sizes.q_dtype,
             "kv_data_type": sizes.q_dtype if use.is_own else sizes.kv_dtype,
-            "own": {"variant": self._tree if use.is_tree else variant_of(kind, self.device)},
+            "own": {"variant": self._mask if use.is_masked else variant_of(kind, self.device)},
         }
         page_size = 0 if use is Use.RAGGED else 1 if use.is_own else sizes.page_size
         if sizes.split_tokens:
@@ -253,8 +253,8 @@ class GroupPlans:
         steps = [(Use.ROWS, rows), (Use.ROWS, max(sizes.graph_rows, requests * sizes.few_rows)), (Use.DECODE, requests)]
         if self.is_encoder:
             steps = [(Use.RAGGED, rows)]
-        elif self._tree is not None:
-            steps += [(Use.TREE, count) for use, count in steps if use is Use.ROWS]
+        elif self._mask is not None:
+            steps += [(Use.MASKED, count) for use, count in steps if use is Use.ROWS]
         for kind in self._kinds:
             for use, count in steps:
                 options, _ = self.options(use, kind, not use.is_decode)

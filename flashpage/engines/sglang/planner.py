@@ -68,15 +68,15 @@ class GroupPlanner:
         self._former: list[GroupPlans] = []  # graphs that were captured with them read their memory
 
     def _make(self, sizes: GroupSizes) -> GroupPlans:
-        tree = None if self._trees is None else self._trees.variant
+        mask = None if self._trees is None else self._trees.variant
         device = self._tables.slots.device
         if self.group.ckv:
             return LatentPlans(self.group.ckv, self._layers, sizes, device, self._workspaces, owner="SGLang")
-        return GroupPlans(self._layers, sizes, device, self._workspaces, tree=tree, owner="SGLang")
+        return GroupPlans(self._layers, sizes, device, self._workspaces, mask=mask, owner="SGLang")
 
     def prebuild(self) -> None:
         """Builds all kernels that later steps may need."""
-        prebuild(self._eager, (Use.DECODE, Use.ROWS) if self._trees is None else (Use.DECODE, Use.ROWS, Use.TREE))
+        prebuild(self._eager, (Use.DECODE, Use.ROWS) if self._trees is None else (Use.DECODE, Use.ROWS, Use.MASKED))
 
     def allow_captures(self, max_requests: int, max_rows: int) -> None:
         """Makes room for captured steps of so many requests and rows."""
@@ -107,7 +107,7 @@ class GroupPlanner:
             attentions = plans.plan_on_host(starts_of(new), lens, pages, is_causal)
             return PagedRows(attentions, rows.total, is_causal)
         if rows.has_tree and self.group.tokens is not Tokens.ENCODER:
-            use = Use.TREE_IN_GRAPH if is_captured else Use.TREE
+            use = Use.MASKED_IN_GRAPH if is_captured else Use.MASKED
         else:
             use = Use.ROWS_IN_GRAPH if is_captured else Use.ROWS
         tables = self._table_rows(rows, self._starts(rows))

@@ -21,7 +21,7 @@ import torch
 from flashpage.base.errors import FlashpageError
 
 from .rows import Row, good_arguments, judge, table
-from .scenes import Make, Scene
+from .scene import Make, Scene
 
 SECONDS = 20  # for one row
 COMPILE_SECONDS = 120  # for the kernels of a scene, also while other processes compile

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .scenes import Arguments, Make
+from .scene import Arguments, Make
 
 Change = Callable[[Make, Any], Any]  # the good value (None if the argument has none) -> the bad one
 

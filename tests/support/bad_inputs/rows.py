@@ -19,7 +19,8 @@ from flashpage.wrappers.plan_arguments import Own
 
 from .expected import EXPECTED, NOT_TRIED
 from .kinds import OTHER_WORDS, Badness, NotApplicable, kind_of
-from .scenes import Arguments, Make, Scene, Step, scenes
+from .scene import Arguments, Make, Scene, Step
+from .scenes import scenes
 
 LONGEST_MESSAGE = 1000  # characters; a CapabilityError lists every kernel's reason
 

@@ -35,7 +35,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         workspaces = Workspaces.of(vllm_config)
         options, sizes = [impl.options for impl in self._impls], self._sizes()
         flags = flags_of(vllm_config, options, sizes.max_requests, device)
-        plans = GroupPlans(options, sizes, device, workspaces, tree=None if flags is None else flags.variant)
+        plans = GroupPlans(options, sizes, device, workspaces, mask=None if flags is None else flags.variant)
         self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config), flags)
         self._planner.prebuild()
 

@@ -48,7 +48,7 @@ class GroupPlanner:
             prebuild(self.plans, self._context.uses)
             prebuild(self._context.gathered, (Use.DECODE, Use.ROWS))
         else:
-            rows = (Use.DECODE, Use.ROWS) if self._flags is None else (Use.DECODE, Use.ROWS, Use.TREE)
+            rows = (Use.DECODE, Use.ROWS) if self._flags is None else (Use.DECODE, Use.ROWS, Use.MASKED)
             prebuild(self.plans, (Use.RAGGED,) if self.plans.is_encoder else rows)
 
     def plan(self, common: Any, common_prefix_len: int = 0) -> Step:
@@ -64,7 +64,7 @@ class GroupPlanner:
         in_graph = rows <= sizes.graph_rows and (sizes.captures_all or common.max_query_len <= sizes.few_rows)
         has_flags = isinstance(common.causal, torch.Tensor)
         if has_flags and (in_graph or common.max_query_len > 1):
-            use = Use.TREE_IN_GRAPH if in_graph else Use.TREE
+            use = Use.MASKED_IN_GRAPH if in_graph else Use.MASKED
             plan = functools.partial(self._flagged, use, common, requests, rows)
             return (plan(),), plan
         is_causal = has_flags or self._is_causal(common)  # a request's only row sees all of its tokens
