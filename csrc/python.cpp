@@ -40,9 +40,17 @@ bool fits(const dlpack::Tensor& tensor, const fp_tensor_form& form) {
 struct Arguments {
   fp_bound_run* run;
   void *q, *k, *v, *out, *lse;
+  void* scales[2];  // of K and V, or None
 
-  explicit Arguments(void* const* given)
-      : run(pointer<fp_bound_run>(given[0])), q(given[1]), k(given[2]), v(given[3]), out(given[4]), lse(given[5]) {}
+  Arguments(void* const* given, intptr_t count)
+      : run(pointer<fp_bound_run>(given[0])),
+        q(given[1]),
+        k(given[2]),
+        v(given[3]),
+        out(given[4]),
+        lse(given[5]),
+        scales{count > 8 ? given[7] : const_cast<void*>(python.none),
+               count > 8 ? given[8] : const_cast<void*>(python.none)} {}
 };
 
 bool remember(void* object, fp_tensor_form& form) {
@@ -73,12 +81,27 @@ bool overlap(const char* a, int64_t a_bytes, const char* b, int64_t b_bytes) {
   return a < b + b_bytes && b < a + a_bytes;
 }
 
+// The addresses of the scales that a run has; false if they do not fit the bound structs.
+bool scale_addresses(const Arguments& given, char* (&found)[2]) {
+  fp_tensor_form* forms[] = {&given.run->key_scales, &given.run->value_scales};
+  for (int i = 0; i < 2; ++i) {
+    if (given.scales[i] == python.none) {
+      if (forms[i]->dims >= 0) return false;
+      continue;
+    }
+    found[i] = address(given.scales[i], *forms[i]);
+    if (found[i] == nullptr || (reinterpret_cast<intptr_t>(found[i]) & given.run->scale_masks[i]) != 0) return false;
+  }
+  return true;
+}
+
 // Whether what is written may share memory with what is read, or with each other.
-bool writes_what_it_reads(const fp_bound_run& run, const char* q, const char* k, const char* v, const char* out,
-                          const char* lse) {
+bool writes_what_it_reads(const fp_bound_run& run, const char* q, const char* k, const char* v,
+                          char* const (&scales)[2], const char* out, const char* lse) {
   const auto is_read = [&](const char* written, int64_t bytes) {
     return overlap(written, bytes, q, run.q.bytes) || overlap(written, bytes, k, run.k.bytes) ||
-           overlap(written, bytes, v, run.v.bytes);
+           overlap(written, bytes, v, run.v.bytes) || overlap(written, bytes, scales[0], run.key_scales.bytes) ||
+           overlap(written, bytes, scales[1], run.value_scales.bytes);
   };
   if (is_read(out, run.out.bytes)) return true;
   return lse != nullptr && (is_read(lse, run.lse.bytes) || overlap(out, run.out.bytes, lse, run.lse.bytes));
@@ -110,8 +133,13 @@ bool point(const Arguments& given) {
   }
   const auto bits = [](char* pointer) { return reinterpret_cast<intptr_t>(pointer); };
   if (v == nullptr || ((bits(q) | bits(k) | bits(v) | bits(out)) & run.alignment_mask) != 0) return false;
-  if (writes_what_it_reads(run, q, k, v, out, lse)) return false;
+  char* scales[2] = {};
+  if (!scale_addresses(given, scales) || writes_what_it_reads(run, q, k, v, scales, out, lse)) return false;
   fp_point(&run, q, k, v, out, lse);
+  for (int i = 0; i < run.num_parts; ++i) {
+    run.parts[i].params->key_scales.data = scales[0];
+    run.parts[i].params->value_scales.data = scales[1];
+  }
   count_write(given.out);
   if (lse != nullptr) count_write(given.lse);
   return true;
@@ -127,7 +155,8 @@ int32_t run_bound(const Arguments& given, void* stream) {
 int32_t bind(const Arguments& given) {
   fp_bound_run& run = *given.run;
   const bool all = remember(given.q, run.q) && remember(given.k, run.k) && remember(given.v, run.v) &&
-                   remember(given.out, run.out) && remember(given.lse, run.lse);
+                   remember(given.out, run.out) && remember(given.lse, run.lse) &&
+                   remember(given.scales[0], run.key_scales) && remember(given.scales[1], run.value_scales);
   if (!all) run.q.dims = -1;  // fits no tensor
   if (!all || !point(given)) return FP_OTHER_TENSORS;
   return FP_OK;
@@ -147,8 +176,8 @@ int32_t fp_python_set(const fp_python* given) {
   return FP_OK;
 }
 
-void* fp_py_bind(void*, void* const* arguments, intptr_t) {
-  return host::to_int(host::bind(host::Arguments(arguments)));
+void* fp_py_bind(void*, void* const* arguments, intptr_t count) {
+  return host::to_int(host::bind(host::Arguments(arguments, count)));
 }
 
 void* fp_py_judge(void*, void* const* arguments, intptr_t count) {
@@ -161,6 +190,6 @@ void* fp_py_judge(void*, void* const* arguments, intptr_t count) {
   return host::to_int(FP_OK);
 }
 
-void* fp_py_run(void*, void* const* arguments, intptr_t) {
-  return host::to_int(host::run_bound(host::Arguments(arguments), host::pointer<void>(arguments[6])));
+void* fp_py_run(void*, void* const* arguments, intptr_t count) {
+  return host::to_int(host::run_bound(host::Arguments(arguments, count), host::pointer<void>(arguments[6])));
 }

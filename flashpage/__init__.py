@@ -30,7 +30,6 @@ _EXPORTS = {
     "attention": "BatchAttention BatchAttentionWithAttentionSinkWrapper",
     "base.refused": "BatchDecodeMlaWithPagedKVCacheWrapper nvfp4_kv_dequantize xqa"
     " xqa_mla cudnn_batch_decode_with_kv_cache cudnn_batch_prefill_with_kv_cache nvfp4_kv_quantize nvfp4_quantize"
-    " nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
     " trtllm_fmha_v2_prefill",
     "cascade": "BatchDecodeWithSharedPrefixPagedKVCacheWrapper BatchPrefillWithSharedPrefixPagedKVCacheWrapper"
     " MultiLevelCascadeAttentionWrapper merge_state merge_state_in_place merge_states",
@@ -39,7 +38,8 @@ _EXPORTS = {
     "errors": "CapabilityError CompileError DeviceError FlashpageError KernelMissingError PlanError RunError"
     " SettingError VariantError",
     "mla": "BatchMLAPagedAttentionWrapper BatchMLASparseAttentionWrapper MLAPlanMetadata",
-    "page": "append_paged_kv_cache append_paged_mla_kv_cache get_batch_indices_positions get_seq_lens",
+    "page": "append_paged_kv_cache append_paged_mla_kv_cache get_batch_indices_positions get_seq_lens"
+    " nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "plan": "Plan",
     "pod": "BatchPODWithPagedKVCacheWrapper PODWithPagedKVCacheWrapper",
     "prefill": "BatchPrefillWithPagedKVCacheWrapper BatchPrefillWithRaggedKVCacheWrapper single_prefill_with_kv_cache"

@@ -25,7 +25,6 @@ _REASONS = {
     "jit_args": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
     "jit_kwargs": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
     "jit_module": "FlashInfer's compiled modules are not run here: pass a flashpage.Variant instead",
-    "kv_cache_sf": "nvfp4 caches need Blackwell kernels: use a 16-bit or fp8 cache and leave it None",
     "skip_softmax_threshold_scale_factor": "it belongs to the trtllm-gen kernels: leave it None",
     "use_fp16_softmax": "softmax is computed in fp32: leave it None",
     "uses_spcompress": "it belongs to the trtllm-gen kernels: leave it None",
@@ -81,13 +80,10 @@ def refuse_given(**values: Any) -> None:
             refuse(name, value)
 
 
-def refuse_run_options(
-    kv_cache_sf: Any, skip_softmax: Any, use_fp16_softmax: Any, uses_spcompress: Any, lse_layout: str
-) -> None:
+def refuse_run_options(skip_softmax: Any, use_fp16_softmax: Any, uses_spcompress: Any, lse_layout: str) -> None:
     """Refuses arguments of run that only some of FlashInfer's own kernels take."""
-    if not (kv_cache_sf is None and skip_softmax is None and use_fp16_softmax is None and uses_spcompress is None):
+    if not (skip_softmax is None and use_fp16_softmax is None and uses_spcompress is None):
         refuse_given(
-            kv_cache_sf=kv_cache_sf,
             skip_softmax_threshold_scale_factor=skip_softmax,
             use_fp16_softmax=use_fp16_softmax,
             uses_spcompress=uses_spcompress,
@@ -186,8 +182,13 @@ def dtype(name: str, value: Any) -> DType:
     try:
         return DType.of(value)
     except (KeyError, TypeError):
-        known = ", ".join(d.value for d in DType)
+        known = ", ".join(d.value for d in DType.elements())
         raise PlanError(f"{name}={shown(value)} is not an element type of any kernel: pass one of {known}.") from None
+
+
+def optional_dtype(name: str, value: Any) -> DType | None:
+    """For plans whose runs take no scales of formats, so that uint8 is no nvfp4."""
+    return None if value is None else dtype(name, value)
 
 
 def dtype_of(tensor: torch.Tensor, name: str, error: type[FlashpageError]) -> DType:
@@ -195,7 +196,7 @@ def dtype_of(tensor: torch.Tensor, name: str, error: type[FlashpageError]) -> DT
     try:
         return DType.of(tensor.dtype)
     except KeyError:
-        known = ", ".join(d.value for d in DType)
+        known = ", ".join(d.value for d in DType.elements())
         raise error(f"{name} has dtype {tensor.dtype}, which no kernel reads: pass one of {known}.") from None
 
 

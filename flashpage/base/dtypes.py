@@ -17,6 +17,12 @@ class DType(enum.Enum):
     BFLOAT16 = "bfloat16"
     FLOAT8_E4M3 = "float8_e4m3fn"
     FLOAT8_E5M2 = "float8_e5m2"
+    BYTES = "uint8"  # of caches whose formats say what they hold (kernels/kv_formats.py); not a caller's choice
+
+    @staticmethod
+    def elements() -> tuple[DType, ...]:
+        """The types that tensors of numbers have."""
+        return tuple(dtype for dtype in DType if dtype is not DType.BYTES)
 
     @property
     def size(self) -> int:
@@ -25,12 +31,12 @@ class DType(enum.Enum):
 
     @property
     def is_fp8(self) -> bool:
-        return self.size == 1
+        return self in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 
     @property
     def widened(self) -> DType:
         """The type in which a card computes with stored values of this type: fp16 holds every fp8 number exactly."""
-        return DType.FLOAT16 if self.is_fp8 else self
+        return DType.FLOAT16 if self.size == 1 else self
 
     @property
     def cpp(self) -> str:
@@ -66,6 +72,11 @@ _CPP = {
     DType.BFLOAT16: "flashpage::Bf16",
     DType.FLOAT8_E4M3: "flashpage::E4m3",
     DType.FLOAT8_E5M2: "flashpage::E5m2",
+    DType.BYTES: "flashpage::u8",
 }
 _HOST_CODES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
-_BY_NAME: dict[object, DType] = {**{d.value: d for d in DType}, "half": DType.FLOAT16, "float": DType.FLOAT32}
+_BY_NAME: dict[object, DType] = {
+    **{d.value: d for d in DType.elements()},
+    "half": DType.FLOAT16,
+    "float": DType.FLOAT32,
+}

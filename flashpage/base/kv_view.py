@@ -3,7 +3,7 @@ slots."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,6 +52,56 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
         )
     k = _paged_view(cache.select(1, 0), kv_layout, name)
     return k, k._replace(offset=cache.stride(1))
+
+
+def with_scales(cache: Any, kv_cache_sf: Any, name: str = "paged_kv_cache") -> Any:
+    """(K, V, scales of K, scales of V) of a cache in a format; a side without scales has None. The cache itself without
+    kv_cache_sf."""
+    if kv_cache_sf is None:
+        return cache
+    halves = (*_halves(cache, name), *_halves(kv_cache_sf, "kv_cache_sf", may_lack=True))
+    return tuple(
+        half.view(torch.uint8) if half is not None and half.dtype in _PACKED_PAIRS else half for half in halves
+    )
+
+
+_PACKED_PAIRS = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name))
+
+
+def _halves(given: Any, name: str, may_lack: bool = False) -> tuple[Any, Any]:
+    """K's and V's part of a pair, or of a tensor [pages, 2, ...]."""
+    if isinstance(given, (tuple, list)):
+        if len(given) != 2:
+            raise RunError(f"{name} has {len(given)} entries: pass one tensor, or a pair for K and V.")
+        for i, half in enumerate(given):
+            if not isinstance(half, torch.Tensor) and not (may_lack and half is None):
+                checks.tensor(half, f"{name}[{i}]", RunError)
+        return given[0], given[1]
+    if checks.tensor(given, name, RunError).dim() < 3 or given.shape[1] != 2:
+        raise RunError(f"{name} has shape {tuple(given.shape)}: pass [pages, 2, ...], or a pair for K and V.")
+    return given.select(1, 0), given.select(1, 1)
+
+
+def scales_view(tensor: torch.Tensor, dims: int, kv_layout: str, is_paged: bool, name: str) -> View:
+    """The scales of rows, as those of the rows themselves: [..., scales of a row], or without the last dimension if a
+    row has one. `dims`: of the tensor of rows."""
+    if checks.tensor(tensor, name, RunError).dim() == dims - 1:
+        tensor = tensor.unsqueeze(-1)
+    if tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise RunError(
+            f"{name} has strides {tuple(tensor.stride())}: the innermost stride must be 1, so pass {name}.contiguous()."
+        )
+    if tensor.dim() != dims:
+        raise RunError(
+            f"{name} has shape {tuple(tensor.shape)}: pass the {dims} dimensions of K and V, with a row's scales last "
+            "(or none of them, where a row has one)."
+        )
+    return _paged_view(tensor, kv_layout, name) if is_paged else ragged_view(tensor, kv_layout, name)
+
+
+def in_bytes(view: View, size: int) -> View:
+    """A view of elements of `size` bytes as one of bytes."""
+    return View(*view[:3], *(number * size for number in view[3:]))
 
 
 def latent_views(cache: Cache, shared: int) -> tuple[View, View]:

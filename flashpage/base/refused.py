@@ -9,7 +9,7 @@ from .errors import CapabilityError
 _DECODE = "use BatchDecodeWithPagedKVCacheWrapper, whose plan takes block_tables and seq_lens"
 _PREFILL = "use BatchPrefillWithPagedKVCacheWrapper, whose plan takes block_tables and seq_lens"
 _RAGGED = "use BatchPrefillWithRaggedKVCacheWrapper, which takes head_dim_qk=192 and head_dim_vo=128 too"
-_NVFP4 = "nvfp4 caches need Blackwell kernels: use a 16-bit or fp8 cache, append_paged_kv_cache and k_scale, v_scale"
+_NVFP4 = "nvfp4 caches are written by nvfp4_quantize_append_paged_kv_cache and read with kv_cache_sf"
 _MLA = "use BatchMLAPagedAttentionWrapper, whose plan takes block tables and lengths by MLAPlanMetadata.dense"
 _SPARSE_MLA = "use BatchMLASparseAttentionWrapper, which takes lists of tokens"
 _BLACKWELL_MLA = f"it belongs to Blackwell kernels: {_MLA}"
@@ -28,8 +28,6 @@ REASONS = {
     "nvfp4_kv_dequantize": _NVFP4,
     "nvfp4_kv_quantize": _NVFP4,
     "nvfp4_quantize": _NVFP4,
-    "nvfp4_quantize_append_paged_kv_cache": _NVFP4,
-    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": _NVFP4,
     "nvfp4_sparse_mla_decode": _NVFP4,
     "prepare_cake_mla_varq_dcp_decode": _BLACKWELL_MLA,
     "prepare_nvfp4_batch_decode_with_kv_cache_mla": _NVFP4,

@@ -51,6 +51,7 @@ def render(spec: KernelSpec) -> str:
         kernel=kernel,
         attributes=attributes,
         sources=f"{variant}\n{sources}".strip(),
+        includes="\n".join(f'#include "{header}"' for header in spec.format_headers),
         traits="\n".join(f"  {line}" for line in traits),
         parameters=", ".join(f"const __grid_constant__ {kind} {name}" for kind, name in kernel.parameters),
         arguments=", ".join(name for _, name in kernel.parameters),

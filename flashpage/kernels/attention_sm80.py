@@ -10,7 +10,17 @@ import itertools
 
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, RAGGED, Ahead, more
 from .devices import H200, Device
-from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, latent_options
+from .kernel import (
+    FP8,
+    HALF,
+    AttentionKernel,
+    attention_traits,
+    capability,
+    dtypes,
+    head_dims,
+    latent_options,
+    no_kv_formats,
+)
 from .spec import KernelSpec
 from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work
@@ -262,7 +272,7 @@ KERNEL = AttentionKernel(
     header="flashpage/kernels/attention_sm80/kernel.h",
     cpp="AttentionSm80<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
-    accepts=(capability(80), *dtypes(q=HALF + FP8, out=HALF), _columns, _latent_options),
+    accepts=(capability(80), no_kv_formats, *dtypes(q=HALF + FP8, out=HALF), _columns, _latent_options),
     tile=_tile,
     cost=_cost,
     row_alignment=16,

@@ -6,7 +6,16 @@ import itertools
 
 from ..base.dtypes import DType
 from .ahead import BF16, FP16, RAGGED, Ahead
-from .kernel import FLOAT, FP8, AttentionKernel, dtypes, latent_options, types
+from .kernel import (
+    FLOAT,
+    FP8,
+    AttentionKernel,
+    dtypes,
+    format_traits,
+    latent_options,
+    no_rope_over_rotated_keys,
+    types,
+)
 from .spec import KernelSpec
 from .tile import Cost, Tile
 from .work import Work
@@ -57,6 +66,7 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
         "static constexpr flashpage::PositionEncoding position_encoding =",
         f"    flashpage::PositionEncoding::{spec.position_encoding};",
         f"static constexpr bool trace = {str(spec.trace).lower()};",
+        *format_traits(spec),
     )
 
 
@@ -71,7 +81,7 @@ KERNEL = AttentionKernel(
     header="flashpage/cpu/attention.h",
     cpp="flashpage::cpu::attention<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
-    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), _head_dims, latent_options),
+    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), _head_dims, latent_options, no_rope_over_rotated_keys),
     tile=_tile,
     cost=_cost,
     traits=_traits,

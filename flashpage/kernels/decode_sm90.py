@@ -9,7 +9,17 @@ from __future__ import annotations
 import itertools
 
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
-from .kernel import FP8, HALF, AttentionKernel, ability, attention_traits, dtypes, head_dims, no_latent_rows
+from .kernel import (
+    FP8,
+    HALF,
+    AttentionKernel,
+    ability,
+    attention_traits,
+    dtypes,
+    head_dims,
+    no_kv_formats,
+    no_latent_rows,
+)
 from .spec import KernelSpec
 from .tensor_maps import LINE_BYTES, NARROW_LINE_BYTES, boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
@@ -156,6 +166,7 @@ KERNEL = AttentionKernel(
     accepts=(
         ability("bulk copies"),
         no_latent_rows,
+        no_kv_formats,
         *dtypes(q=HALF + FP8, out=HALF),
         head_dims(16, 512, 8),
         _has_slots,

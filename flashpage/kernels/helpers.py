@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..base.dtypes import DType
-from .kernel import Kernel, types
+from .kernel import Kernel, format_traits, types
 from .spec import KernelSpec
 from .tile import MERGE_COLUMNS
 
@@ -43,6 +43,14 @@ def _append_latent_traits(spec: KernelSpec) -> tuple[str, ...]:
     )
 
 
+def _append_quantised_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return (
+        *types(StoredQuery=spec.q_dtype, StoredCache=spec.kv_dtype),
+        f"static constexpr int head_dim_qk = {spec.head_dim_qk}, head_dim_vo = {spec.head_dim_vo};",
+        *format_traits(spec),
+    )
+
+
 def _mask_tiles_traits(spec: KernelSpec) -> tuple[str, ...]:
     return (
         "using Variant = flashpage::Variant;",
@@ -64,6 +72,15 @@ APPEND = dataclasses.replace(_helper("append", "Append<Traits>", "AppendParams")
 APPEND_LATENT = dataclasses.replace(
     _helper("append_latent", "AppendLatent<Traits>", "AppendLatentParams"), traits=_append_latent_traits
 )
+APPEND_QUANTISED = dataclasses.replace(
+    _helper("append_quantised", "AppendQuantised<Traits>", "AppendQuantisedParams"), traits=_append_quantised_traits
+)
+CPU_APPEND_QUANTISED = dataclasses.replace(
+    APPEND_QUANTISED,
+    name="cpu_append_quantised",
+    header="flashpage/cpu/append_quantised.h",
+    cpp="flashpage::cpu::append_quantised<Traits>",
+)
 GATHER_ROWS = _helper("gather_rows", "GatherRows", "GatherRowsParams")
 GATHER_SLOTS = _helper("gather_slots", "GatherSlots", "GatherSlotsParams")
 PLAN = _helper("plan", "PlanOnDevice", "plan::TablePlan")
@@ -75,7 +92,7 @@ MASK_TILES = dataclasses.replace(
 )
 
 KERNELS = (
-    *(MERGE, MERGE_BY_COLUMNS, MERGE_STATES, APPEND, APPEND_LATENT),
+    *(MERGE, MERGE_BY_COLUMNS, MERGE_STATES, APPEND, APPEND_LATENT, APPEND_QUANTISED, CPU_APPEND_QUANTISED),
     *(GATHER_ROWS, GATHER_SLOTS, PLAN, MASK_TILES),
 )
 

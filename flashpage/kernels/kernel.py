@@ -66,6 +66,7 @@ class AttentionKernel(Kernel):
     visits_mask_tiles: Callable[[Options], bool] = lambda options: False  # only those of mask_tiles
     most_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 if rows are not multiples of it
+    scale_alignment: int = 1  # bytes on which a token's scales start (formats), as far as a row's number allows
     most_cache_bytes: Callable[[KernelSpec], int] = lambda spec: ANY_BYTES  # that K or V may span
     merges_in_launch: bool = False  # CUDA: partials are merged without another launch
     row_boxes: bool = False  # it loads q and stores out by tensor maps, if they have one
@@ -98,6 +99,8 @@ class AttentionKernel(Kernel):
             head_dim_vo=options.head_dim_vo,
             kv_source=options.kv_source,
             latent_format=options.latent_format,
+            k_format=options.k_format,
+            v_format=options.v_format,
             mask_source=work.mask_source,
             position_encoding=work.position_encoding,
             tile=self.tile(work),
@@ -143,7 +146,7 @@ def dtypes(q: tuple[DType, ...], out: tuple[DType, ...]) -> tuple[Rule, ...]:
 
     def of_kv(work: Work) -> str | None:
         given, query = work.options.kv_dtype, work.options.q_dtype
-        if given is query or given.is_fp8:
+        if given is query or given.is_fp8 or work.options.has_formats:
             return None
         return f"kv_data_type {given.value} is neither q's {query.value} nor fp8 (float8_e4m3fn, float8_e5m2)"
 
@@ -152,6 +155,15 @@ def dtypes(q: tuple[DType, ...], out: tuple[DType, ...]) -> tuple[Rule, ...]:
 
 def no_latent_rows(work: Work) -> str | None:
     return "it reads K and V, and no latent rows (MLA)" if work.options.is_latent else None
+
+
+def no_kv_formats(work: Work) -> str | None:
+    """For kernels that read plain elements of one type."""
+    options = work.options
+    if not options.has_formats:
+        return None
+    names = options.k_format if options.k_format == options.v_format else f"{options.k_format}, {options.v_format}"
+    return f"it reads K and V of one element type, and no kv_format {names}"
 
 
 def latent_options(work: Work) -> str | None:
@@ -178,6 +190,13 @@ def head_dims(least: int, most: int, step: int) -> Rule:
         return "; ".join(wrong) or None
 
     return rule
+
+
+def no_rope_over_rotated_keys(work: Work) -> str | None:
+    """RoPE in the kernel would come after the rotation of the rows, and must come before it."""
+    if not (work.rotates and work.options.rotates_queries):
+        return None
+    return f"it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) over kv_format {work.options.k_format}"
 
 
 def no_rope_over_fp8(work: Work) -> str | None:
@@ -207,8 +226,17 @@ def attention_traits(spec: KernelSpec, query: DType, cache: DType, layout: str) 
         f"static constexpr PositionEncoding position_encoding = PositionEncoding::{spec.position_encoding};",
         f"static constexpr RowsLayout layout = RowsLayout::{layout};",
         f"static constexpr bool trace = {str(spec.trace).lower()};",
+        *format_traits(spec),
         *([f"static constexpr Loader loader = Loader::{spec.loader};"] if spec.loader else []),
     )
+
+
+def format_traits(spec: KernelSpec) -> tuple[str, ...]:
+    """The formats of K and V, if they are other than plain elements of StoredCache."""
+    if not spec.has_formats:
+        return ()
+    key, value = spec.formats
+    return f"using KeyFormat = flashpage::{key.cpp};", f"using ValueFormat = flashpage::{value.cpp};"
 
 
 def types(**named: DType) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from .. import native
 from ..base import checks
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, PlanError
-from . import latent_formats
+from . import kv_formats, latent_formats
 
 SPLIT_BALANCED, SPLIT_NEVER = 0, -1  # csrc/flashpage.h, fp_schedule::fixed_piece_tokens
 _LONGEST = 2**30  # tokens: more than any context
@@ -40,6 +40,8 @@ class Options:
     variant: Any = None  # variants.Variant | None, compared by identity
     fixed_piece_tokens: int = SPLIT_BALANCED  # > 0: every request is cut at multiples of it, in any batch
     latent_format: str = "plain"  # how latent rows are stored: plain (q's type) or latent_formats.py
+    k_format: str = kv_formats.PLAIN  # how rows of K and V are stored: plain (kv_dtype), or both by kv_formats.py
+    v_format: str = kv_formats.PLAIN
     uniform_q_len: int = 0  # rows of every request, if all have the same number (decode); 0: the lengths give them
 
     @functools.cached_property
@@ -75,7 +77,36 @@ class Options:
         qk, vo = self.head_dim_qk, self.head_dim_vo
         if self.packed_rows is not None:
             return self.packed_rows.row_bytes, 0
-        return (vo, qk - vo) if self.is_latent else (qk, vo)
+        if self.is_latent:
+            return vo, qk - vo
+        k, v = self.formats
+        return k.stored_columns(qk), v.stored_columns(vo)
+
+    @functools.cached_property
+    def formats(self) -> tuple[kv_formats.KvFormat, kv_formats.KvFormat]:
+        """How K and V are stored."""
+        return kv_formats.find(self.k_format, self.kv_dtype), kv_formats.find(self.v_format, self.kv_dtype)
+
+    @property
+    def has_formats(self) -> bool:
+        """Whether K and V are other than plain elements of one type: strides are then in bytes."""
+        return self.k_format != kv_formats.PLAIN
+
+    @functools.cached_property
+    def rotates_queries(self) -> bool:
+        """Whether rows of K were multiplied by a Hadamard matrix, and so must rows of q be."""
+        return self.has_formats and self.formats[0].is_rotated
+
+    @property
+    def rotation_scale(self) -> float:
+        """The factor of scores that rotated queries lack (wrappers/rotation.py), whose own is a power of two."""
+        return 2**-0.5 if self.rotates_queries and self.head_dim_qk.bit_length() % 2 == 0 else 1.0
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a token's row of K and of V, without scales."""
+        k, v = self.formats
+        return k.row_bytes(self.head_dim_qk), v.row_bytes(self.head_dim_vo)
 
     @property
     def packed_rows(self) -> latent_formats.PackedRows | None:
@@ -84,11 +115,14 @@ class Options:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's K and V for one head."""
+        """Bytes of a token's K and V for one head, with their scales."""
         if self.packed_rows is not None:
             return self.packed_rows.row_bytes
-        columns = self.head_dim_qk + (0 if self.is_latent else self.head_dim_vo)
-        return columns * self.kv_dtype.size
+        if self.is_latent:
+            return self.head_dim_qk * self.kv_dtype.size
+        return sum(
+            side.token_bytes(dim) for side, dim in zip(self.formats, (self.head_dim_qk, self.head_dim_vo), strict=True)
+        )
 
     @property
     def visibility(self) -> native.Visibility:
@@ -184,21 +218,28 @@ def check_options(
     uniform_q_len: Any = 0,
     chunk: Any = None,
     latent_format: str = latent_formats.PLAIN,
+    kv_format: Any = None,
 ) -> Options:
     """Checks every argument of `plan` except the lengths. Options that no kernel supports are refused later
     (choose.py)."""
     page_size = checks.whole("page_size", page_size, 1) if kv_source != "ragged" else 0
     num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
     q_dtype = checks.dtype("q_data_type", q_data_type)
+    head_dim_qk = checks.whole("head_dim_qk", head_dim_qk, 1)
+    head_dim_vo = checks.whole("head_dim_vo", head_dim_qk if head_dim_vo is None else head_dim_vo, 1)
+    stored = kv_formats.check(kv_format, kv_data_type, q_dtype)
+    kv_formats.check_columns(stored, head_dim_qk, head_dim_vo)
     return Options(
         kv_source=kv_source,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
-        head_dim_qk=checks.whole("head_dim_qk", head_dim_qk, 1),
-        head_dim_vo=checks.whole("head_dim_vo", head_dim_qk if head_dim_vo is None else head_dim_vo, 1),
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=head_dim_vo,
         page_size=page_size,
         q_dtype=q_dtype,
-        kv_dtype=q_dtype if kv_data_type is None else checks.dtype("kv_data_type", kv_data_type),
+        kv_dtype=stored.kv_dtype,
+        k_format=stored.k_format,
+        v_format=stored.v_format,
         out_dtype=out_dtype_of(q_dtype) if o_data_type is None else checks.dtype("o_data_type", o_data_type),
         causal=checks.flag("causal", causal) and not has_mask,
         window_left=check_window(window_left),

@@ -14,6 +14,7 @@ from .kernel import (
     attention_traits,
     dtypes,
     head_dims,
+    no_kv_formats,
     no_latent_rows,
     no_rope_over_fp8,
 )
@@ -50,6 +51,7 @@ _ACCEPTS: tuple[Rule, ...] = (
     _has_native_products,
     _many_rows,
     no_latent_rows,
+    no_kv_formats,
     no_rope_over_fp8,
     *dtypes(q=(DType.FLOAT8_E4M3,), out=HALF),
     _e4m3_alone,

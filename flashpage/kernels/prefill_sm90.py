@@ -22,6 +22,7 @@ from .kernel import (
     capability,
     dtypes,
     head_dims,
+    no_kv_formats,
     no_latent_rows,
     no_rope_over_fp8,
 )
@@ -359,6 +360,7 @@ KERNEL = AttentionKernel(
     accepts=(
         capability(90, 90),
         no_latent_rows,
+        no_kv_formats,
         no_rope_over_fp8,
         *dtypes(q=HALF + FP8, out=HALF),
         head_dims(16, 256, 8),

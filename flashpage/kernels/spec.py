@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.dtypes import DType
 from ..variants.spec import VariantSpec
-from . import judged
+from . import judged, kv_formats
 from .tile import Tile
 
 
@@ -27,6 +27,8 @@ class KernelSpec:
     head_dim_vo: int = 0
     kv_source: str = "paged"  # Options.kv_source
     latent_format: str = "plain"  # latent rows: LatentFormat of include/flashpage/common/types.h
+    k_format: str = kv_formats.PLAIN  # Options.k_format
+    v_format: str = kv_formats.PLAIN
     # implicit (causal and window at run time) | packed_bits | function (the variant's; evaluated for each tile before
     # the run)
     mask_source: str = "implicit"
@@ -43,6 +45,21 @@ class KernelSpec:
     @property
     def is_latent(self) -> bool:
         return self.kv_source in ("latent", "selected")
+
+    @property
+    def formats(self) -> tuple[kv_formats.KvFormat, kv_formats.KvFormat]:
+        """How K and V are stored."""
+        return kv_formats.find(self.k_format, self.kv_dtype), kv_formats.find(self.v_format, self.kv_dtype)
+
+    @property
+    def has_formats(self) -> bool:
+        """Options.has_formats"""
+        return self.k_format != kv_formats.PLAIN
+
+    @property
+    def format_headers(self) -> list[str]:
+        """The headers of its formats."""
+        return sorted({f"flashpage/formats/{side.header}.h" for side in self.formats}) if self.has_formats else []
 
     @property
     def ctas(self) -> int:
@@ -126,6 +143,8 @@ _FIELDS: dict[str, judged.Judge] = {
     "head_dim_vo": _HEAD_DIM,
     "kv_source": judged.choice("paged", "ragged", "latent", "selected"),
     "latent_format": judged.choice("plain", "scaled", "deepseek_v32", "deepseek_v4"),
+    "k_format": judged.choice(*kv_formats.NAMES),
+    "v_format": judged.choice(*kv_formats.NAMES),
     "mask_source": judged.choice("implicit", "packed_bits", "function"),
     "position_encoding": judged.choice("none", "rope"),
     "tile": _tile,

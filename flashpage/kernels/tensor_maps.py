@@ -32,8 +32,7 @@ def boxes_or_rows(options: Options) -> str:
     tokens."""
     if options.is_selected:
         return "rows"
-    row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
-    return "boxes" if are_whole(options.page_size, *row_bytes) else "rows"
+    return "boxes" if are_whole(options.page_size, *options.row_bytes) else "rows"
 
 
 def loader_tokens(loader: str, page_size: int, tile_kv: int, *row_bytes: int) -> int:

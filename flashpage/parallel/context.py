@@ -165,7 +165,7 @@ class ContextParallelAttention(Unique):
                 sm_scale=sm_scale,
                 logits_soft_cap=logits_soft_cap,
                 q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
+                kv_data_type=checks.optional_dtype("kv_data_type", kv_data_type),
                 o_data_type=o_data_type,
                 fixed_split_size=fixed_split_size,
                 disable_split_kv=disable_split_kv,

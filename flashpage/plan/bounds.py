@@ -14,9 +14,30 @@ from ..kernels.options import Options
 from ..kernels.schedules import most_units, with_one_cluster_size
 from ..kernels.schedules import schedule as schedule_of
 from ..kernels.work import Problem
+from .lengths import Lengths, Names, batch_of, check_numbers, to_host, wrong_shape
 from .mixed_batch import largest_schedules
 from .prepared_kernels import PreparedKernels
 from .workspaces import partial_bytes
+
+
+def workspace_of(lengths: Lengths, options: Options, names: Names, device: torch.device) -> tuple[int, int]:
+    """workspace_bounds of a batch with these lengths, which are checked; `names`: the caller's."""
+    for name, tensor in zip(names, lengths, strict=False):
+        if tensor is not None:
+            check_numbers(tensor, name)
+    host = to_host(lengths)
+    q_indptr, kv_indptr, _, kv_lens = host
+    batch = batch_of(kv_indptr, names[1])
+    assert kv_indptr is not None
+    for i, tensor in enumerate(host):
+        if tensor is not None and tensor.shape != (batch + (i < 2),):
+            raise wrong_shape(tensor, batch + (i < 2), names[i], names[1])
+    total_q = options.uniform_q_len * batch if q_indptr is None else int(q_indptr[-1])
+    if kv_lens is None:
+        total_kv = int(kv_indptr[-1] - kv_indptr[0]) * max(1, options.page_span)
+    else:
+        total_kv = int(kv_lens.sum())
+    return workspace_bounds(options, batch, total_q, total_kv, device)
 
 
 def workspace_bounds(

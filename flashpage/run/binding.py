@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ from ..plan.gather_rows import Rows
 from ..plan.launches import LaunchList
 from ..plan.prepared_kernels import fill_variant, trace
 from .bound_part import BoundPart
-from .checks import NO_SCALES, Tensors, views_of
+from .checks import NO_SCALES, Tensors, scale_views, views_of
+from .scale_arguments import scale_of, token_scales
 
 if TYPE_CHECKING:
     from ..plan.mixed_batch import Part
@@ -37,8 +39,8 @@ class Binding:
     __slots__ = (
         *("address", "alignment_mask", "args", "args_address", "bound_run", "cache_views", "combination", "device"),
         *("enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_numbers", "head_dim_vo", "kv_layout"),
-        *("launches", "lse_shape", "out_dtype", "out_shape", "params", "parts", "scales", "signature", "sinks"),
-        *("sm_scale", "stamps", "traced", "values", "variant", "views"),
+        *("launches", "lse_shape", "out_dtype", "out_shape", "params", "parts", "scale_masks", "scales", "signature"),
+        *("requests", "sinks", "sm_scale", "stamps", "traced", "values", "variant", "views"),
     )
 
     def __init__(
@@ -55,6 +57,7 @@ class Binding:
         self.address = ctypes.addressof(self.bound_run)
         self.gathered: Rows | None = None
         self.generation, self.signature = 0, None
+        self.requests = 0  # that scales of requests must be for
         self.sinks: torch.Tensor | None = None
         self.scales: tuple[Any, Any, Any] = NO_SCALES
         self.stamps: tuple[torch.Tensor, ...] = ()
@@ -70,7 +73,7 @@ class Binding:
 
     def _bind_options(self, values: RunOptions) -> None:
         options, params = self.combination.options, self.params
-        self.sm_scale = check_scale(values.sm_scale, options.head_dim_qk)
+        self.sm_scale = check_scale(values.sm_scale, options.head_dim_qk) * options.rotation_scale
         params.rope_scale, params.rope_theta = check_rope(values.rope_scale, values.rope_theta)
         params.num_q_heads, params.num_kv_heads = options.num_q_heads, options.num_kv_heads
         params.causal, params.window_left = options.causal, options.window_left
@@ -85,6 +88,11 @@ class Binding:
         q, cache, out, _lse = tensors
         params.q_row_stride, params.q_head_stride = kv_view.rows_strides(q, "q")
         k, v = views_of(cache, options, self.kv_layout)
+        if options.has_formats:
+            self._bind_scales(scale_views(cache, (k, v), options, self.kv_layout))
+            k, v = (
+                kv_view.in_bytes(view, side.stored_size) for view, side in zip((k, v), options.formats, strict=True)
+            )
         self.cache_views = {"K": k, "V": v}
         self._bind_views(self.cache_views, params)
         self.bound_run.v_offset = self.fused_offset = v.offset * options.kv_dtype.size
@@ -111,6 +119,35 @@ class Binding:
                 view.head_stride,
             )
         bound.k_view, bound.v_view = ctypes.addressof(cache.k), ctypes.addressof(cache.v)
+
+    def _bind_scales(self, views: tuple[kv_view.View | None, kv_view.View | None]) -> None:
+        """Sets the strides of the scales of formats; point_scales sets their addresses."""
+        kernel, params, self.scale_masks = self.combination.prepared.choice.kernel, self.params, [0, 0]
+        for i, (view, side) in enumerate(zip(views, (params.key_scales, params.value_scales), strict=True)):
+            if view is None:
+                continue
+            alignment = math.gcd(kernel.scale_alignment, view.head_dim)
+            kv_view.check_alignment(view[4:], 1, alignment, f"kv_cache_sf[{i}]")
+            side.page_stride, side.token_stride, side.head_stride = view[4:7]
+            self.scale_masks[i] = self.bound_run.scale_masks[i] = alignment - 1
+
+    def point_scales(self, scales: Sequence[torch.Tensor | None], written: Sequence[Any]) -> None:
+        """Sets and checks the addresses of the scales of formats of a run that C cannot bind itself."""
+        for i, tensor in enumerate(scales):
+            if tensor is None:
+                continue
+            name = f"kv_cache_sf[{i}]"
+            address = tensor_memory.address(tensor, name, RunError)
+            if address & self.scale_masks[i]:
+                raise RunError(
+                    f"{name} starts at {address:#x}: this kernel reads scales that start on {self.scale_masks[i] + 1} "
+                    "bytes. Pass a tensor (or view) that does, such as a clone."
+                )
+            for other, output in zip(("out", "lse"), written, strict=True):
+                if output is not None:
+                    tensor_memory.check_apart(output, other, tensor, name, RunError)
+            for params in (its.params for its in self.parts):
+                (params.value_scales if i else params.key_scales).data = address
 
     def _bind_gathered(self, rows: Rows | None) -> None:
         """Makes the attention kernel read the rows that each run gathers, or the cache again."""
@@ -155,6 +192,9 @@ class Binding:
         """Switches to the newest plan."""
         combination, batch = self.combination, planner.batch
         parts, options = combination.parts, combination.options
+        self.requests = batch.requests if batch.capacity is None else batch.capacity.batch
+        if not self.has_numbers:  # scales of requests must be as many as the new plan's
+            self.scales = (None, None, None)  # which is not NO_SCALES
         for its in self.parts:
             params = its.params
             params.kv_indices, params.custom_mask = batch.pages.address, batch.mask.address
@@ -263,14 +303,14 @@ class Binding:
         if options.latent_format == latent_formats.SCALED:
             self._set_latent_scales(scales)
             return
-        q, *q_scale = self._scale(scales[0], "q_scale", options.num_q_heads)
-        k, *k_scale = self._scale(scales[1], "k_scale", options.num_kv_heads)
-        v, *v_scale = self._scale(scales[2], "v_scale", options.num_kv_heads)
+        q, *q_scale = scale_of(scales[0], "q_scale", options.num_q_heads, self.device, self.requests)
+        k, *k_scale = scale_of(scales[1], "k_scale", options.num_kv_heads, self.device, self.requests)
+        v, *v_scale = scale_of(scales[2], "v_scale", options.num_kv_heads, self.device, self.requests)
         score_scale = checks.real("sm_scale * q_scale * k_scale", self.sm_scale * q * k, error=RunError)
         for params in (its.params for its in self.parts):
-            params.q_scale, params.q_scale_stride = q_scale
-            params.k_scale, params.k_scale_stride = k_scale
-            params.v_scale, params.v_scale_stride = v_scale
+            params.q_scale, params.q_scale_stride, params.q_scale_request_stride = q_scale
+            params.k_scale, params.k_scale_stride, params.k_scale_request_stride = k_scale
+            params.v_scale, params.v_scale_stride, params.v_scale_request_stride = v_scale
             params.score_scale, params.value_scale = score_scale, v
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
@@ -278,52 +318,20 @@ class Binding:
         """Sets the scales of fp8 rows: a number of the shared columns goes into the scales of score and output, and
         those of the tail are relative to it; the kernel applies tensors to elements."""
         _, shared, tail = scales
-        k, *k_scale = (
-            self._token_scales(shared)
-            if isinstance(shared, torch.Tensor) and shared.dim() == 3
-            else self._scale(shared, "k_scale", 1)
-        )
-        v, *v_scale = self._scale(tail, "v_scale", 1)
+        if isinstance(shared, torch.Tensor) and shared.dim() == 3:
+            rows, columns = self.cache_views["K"], self.combination.options.head_dim_vo
+            wanted = (rows.num_pages, rows.page_size, columns // 128)
+            k, *k_scale = token_scales(shared, wanted, columns, self.device)
+        else:
+            k, *k_scale = scale_of(shared, "k_scale", 1, self.device)
+        v, *v_scale = scale_of(tail, "v_scale", 1, self.device)
         if not k > 0:
             raise RunError(f"k_scale={k}: pass a positive number.")
         for params in (its.params for its in self.parts):
-            params.k_scale, params.k_scale_stride = k_scale
-            params.v_scale, params.v_scale_stride = v_scale
+            params.k_scale, params.k_scale_stride = k_scale[:2]
+            params.v_scale, params.v_scale_stride = v_scale[:2]
             params.score_scale, params.value_scale, params.tail_scale = self.sm_scale * k, k, v / k
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
-
-    def _token_scales(self, value: torch.Tensor) -> tuple[float, int, int]:
-        """(1, address, 1) of one scale for each token and 128 shared columns."""
-        rows, columns = self.cache_views["K"], self.combination.options.head_dim_vo
-        wanted = (rows.num_pages, rows.page_size, columns // 128)
-        checks.same_device(value, self.device, "ckv_scale_arr", RunError)
-        if columns % 128 or value.shape != wanted or value.dtype != torch.float32 or not value.is_contiguous():
-            raise RunError(
-                f"ckv_scale_arr has shape {tuple(value.shape)} and dtype {value.dtype}: "
-                f"pass contiguous float32 of {wanted}, one scale for 128 columns of a token."
-            )
-        address = tensor_memory.address(value, "ckv_scale_arr", RunError)
-        if address % 16:
-            raise RunError(
-                f"ckv_scale_arr starts at {address:#x}: pass a tensor that starts on 16 bytes, such as a clone."
-            )
-        return 1.0, address, 1
-
-    def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:
-        """(number, address, stride) of a scale."""
-        if value is None:
-            return 1.0, None, 0
-        if not isinstance(value, torch.Tensor):
-            return checks.real(name, value, error=RunError), None, 0
-        checks.tensor(value, name, RunError)
-        if value.numel() == 1 and value.is_cpu:
-            return checks.real(name, value.item(), error=RunError), None, 0
-        checks.same_device(value, self.device, name, RunError)
-        if value.numel() not in (1, heads):
-            raise RunError(f"{name} has {value.numel()} entries: pass one, or one for each head ({heads}).")
-        if value.dtype != torch.float32 or not value.is_contiguous():
-            raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
-        return 1.0, tensor_memory.address(value, name, RunError), int(value.numel() > 1)
 
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
         """Sinks, [num_qo_heads] fp32 logits that join every row's denominator."""

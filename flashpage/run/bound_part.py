@@ -62,8 +62,7 @@ class BoundPart:
         tile, is_paged = spec.tile, spec.kv_source != "ragged"  # rows that were gathered from pages are ragged
         page_size = options.page_size if is_paged else 0
         element_bytes = options.kv_dtype.size
-        row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)
-        tokens = tensor_maps.loader_tokens(spec.loader, page_size, tile.tile_kv, *row_bytes) if tile else 0
+        tokens = tensor_maps.loader_tokens(spec.loader, page_size, tile.tile_kv, *options.row_bytes) if tile else 0
         found, line = native.KvBoxes(), prepared.choice.kernel.line_bytes(spec)
         params.box_tokens, params.query_box_rows, params.out_box_rows = tokens, 0, 0
         params.cta_rows = prepared.schedule.tile_q // spec.ctas

@@ -13,7 +13,8 @@ from ..kernels.options import Options
 
 
 class Tensors(NamedTuple):
-    """The tensors of a run. If K and V are two tensors, `cache` is a tuple."""
+    """The tensors of a run. If K and V are two tensors, `cache` is a tuple; in formats with scales it is (K, V, scales
+    of K, scales of V), and a side without scales has None."""
 
     q: torch.Tensor
     cache: Cache
@@ -40,9 +41,13 @@ def signature_of(
 ) -> tuple[Any, ...]:
     """Everything that decides how a run is bound, unchecked: a comparison of tuples, once a layer."""
     cache_parts: tuple[Any, ...]
-    if cache.__class__ is tuple:
+    if cache.__class__ is tuple and len(cache) == 2:
         k, v = cache
         cache_parts = (k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device)
+    elif cache.__class__ is tuple:
+        cache_parts = tuple(
+            part if part is None else (part.shape, part.stride(), part.dtype, part.device) for part in cache
+        )
     else:
         cache_parts = (cache.shape, cache.stride(), cache.dtype, cache.device)
     return (
@@ -78,10 +83,9 @@ def wait_for(tensors: Tensors) -> Tensors:
 def check_plain(tensors: Tensors) -> None:
     """Raises for the first argument that is no tensor, or whose memory kernels cannot use."""
     q, cache, out, lse = tensors
-    if isinstance(cache, tuple) and len(cache) != 2:
+    if isinstance(cache, tuple) and len(cache) not in (2, 4):
         raise RunError(f"paged_kv_cache has {len(cache)} tensors: pass one tensor, or the pair (k_cache, v_cache).")
-    parts = {"k": cache[0], "v": cache[1]} if isinstance(cache, tuple) else {"paged_kv_cache": cache}
-    read = {"q": q, **parts}
+    read = {"q": q, **parts_of(cache)}
     written = {name: value for name, value in (("out", out), ("lse", lse)) if value is not None}
     for name, value in (read | written).items():
         tensor_memory.address(checks.tensor(value, name, RunError), name, RunError)
@@ -94,10 +98,8 @@ def check_plain(tensors: Tensors) -> None:
 
 def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) -> torch.Tensor:
     """Checks q and the devices of all tensors; returns q."""
-    q = tensors.q
-    cache = tensors.cache if isinstance(tensors.cache, tuple) else (tensors.cache,)
-    names = ("k", "v") if len(cache) == 2 else ("paged_kv_cache",)
-    for name, tensor in (("q", q), *zip(names, cache, strict=True)):
+    q, parts = tensors.q, parts_of(tensors.cache)
+    for name, tensor in (("q", q), *parts.items()):
         checks.same_device(tensor, device, name, RunError)
     if q.dim() != 3 or q.shape[2] != options.head_dim_qk:
         raise RunError(
@@ -108,7 +110,15 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
         raise RunError(
             f"q has dtype {q.dtype} but the plan is for {options.q_dtype.torch}: pass q_data_type={q.dtype} to plan."
         )
-    for name, tensor in zip(names, cache, strict=True):
+    if options.has_formats:
+        _check_formats(tensors.cache, options)
+        return q
+    if has_scales(tensors.cache):
+        raise RunError(
+            f"kv_cache_sf is given but the plan is for {options.kv_dtype.torch}, which has no scales of its own: pass "
+            "kv_data_type=torch.uint8 (nvfp4) or a kv_format to plan, or leave kv_cache_sf None."
+        )
+    for name, tensor in parts.items():
         if tensor.dtype != options.kv_dtype.torch:
             raise RunError(
                 f"{name} has dtype {tensor.dtype} but the plan is for {options.kv_dtype.torch}: "
@@ -117,15 +127,87 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
     return q
 
 
+def parts_of(cache: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a cache by the caller's names."""
+    if not isinstance(cache, tuple):
+        return {"paged_kv_cache": cache}
+    names = ("k", "v", "kv_cache_sf[0]", "kv_cache_sf[1]")
+    return {name: part for name, part in zip(names, cache, strict=False) if part is not None or len(name) == 1}
+
+
+def cache_of(parts: list[torch.Tensor], options: Options) -> Any:
+    """The cache whose tensors these are, without the None of sides that have no scales."""
+    if len(parts) == 3:
+        has_first = not options.formats[0].is_plain
+        return (*parts[:2], parts[2] if has_first else None, None if has_first else parts[2])
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def has_scales(cache: Any) -> bool:
+    return isinstance(cache, tuple) and len(cache) == 4
+
+
+def _check_formats(cache: Any, options: Options) -> None:
+    """Checks element types of rows and scales, and that there are scales where a format has them."""
+    is_pair = isinstance(cache, tuple)
+    halves = cache[:2] if is_pair else (cache, cache)
+    scales = cache[2:] if has_scales(cache) else (None, None)
+    for i, (side, half, scale) in enumerate(zip(options.formats, halves, scales, strict=True)):
+        name = ("k", "v")[i] if is_pair else "paged_kv_cache"
+        if _name_of(half) not in side.stored:
+            raise RunError(
+                f"{name} has dtype {half.dtype} but the plan's kv_format {side.name} is stored as {side.stored[0]}: "
+                "pass such a tensor, or plan with another kv_format."
+            )
+        if side.is_plain and scale is not None:
+            raise RunError(f"kv_cache_sf[{i}] is given but {side.name} has no scales of its own: pass None there.")
+        if not side.is_plain and scale is None:
+            raise RunError(
+                f"kv_cache_sf has no scales of {'KV'[i]} but the plan's kv_format is {side.name}: pass "
+                f"kv_cache_sf=(k_sf, v_sf), of {side.scales[0]}."
+            )
+        if scale is not None and _name_of(scale) not in side.scales:
+            raise RunError(
+                f"kv_cache_sf[{i}] has dtype {scale.dtype} but {side.name} has scales of {side.scales[0]}: pass those."
+            )
+
+
+def _name_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def views_of(cache: Cache, options: Options, kv_layout: str) -> tuple[kv_view.View, kv_view.View]:
     """The two parts of a cache, K and V or those of latent rows, by strides."""
     if options.is_latent:
         views = kv_view.latent_views(cache, options.half_dims[0])
         return _rows_of_pages(views, options)
     if options.is_paged:
-        return kv_view.paged_views(cache, kv_layout)
-    k, v = cache
+        return kv_view.paged_views(cache[:2] if has_scales(cache) else cache, kv_layout)
+    k, v, *_ = cache
     return kv_view.ragged_view(k, kv_layout, "k"), kv_view.ragged_view(v, kv_layout, "v")
+
+
+def scale_views(
+    cache: Any, views: tuple[kv_view.View, kv_view.View], options: Options, kv_layout: str
+) -> tuple[kv_view.View | None, kv_view.View | None]:
+    """The scales of K and V by strides in bytes; None where a side has none."""
+    if not has_scales(cache):
+        return None, None
+    found: list[kv_view.View | None] = []
+    dims = (options.head_dim_qk, options.head_dim_vo)
+    for i, (side, rows, dim) in enumerate(zip(options.formats, views, dims, strict=True)):
+        if side.is_plain:
+            found.append(None)
+            continue
+        name, tensor = f"kv_cache_sf[{i}]", cache[2 + i]
+        view = kv_view.scales_view(tensor, cache[i].dim(), kv_layout, options.is_paged, name)
+        if view[:4] != (*rows[:3], side.row_scales(dim)):
+            raise RunError(
+                f"{name} has shape {tuple(tensor.shape)}, which does not fit {'kv'[i]} of shape "
+                f"{tuple(cache[i].shape)}: pass {side.row_scales(dim)} scales for each of its rows."
+            )
+        found.append(kv_view.in_bytes(view, side.scale_size))
+    return found[0], found[1]
 
 
 def _rows_of_pages(views: tuple[kv_view.View, kv_view.View], options: Options) -> tuple[kv_view.View, kv_view.View]:
@@ -172,6 +254,8 @@ def check_cache(
             raise RunError(
                 f"{cache_name}{name} has a head dimension of {view.head_dim} but the plan is for {dim}: plan with it."
             )
+    if options.has_formats:
+        scale_views(cache, (k, v), options, kv_layout)
     return k.num_heads
 
 

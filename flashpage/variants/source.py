@@ -28,7 +28,7 @@ _KEYWORDS = frozenset(
     while xor F I Variant flashpage captured visible index
     """.split()  # noqa: SIM905
 )
-ELEMENT_CPP = {d.value: d.cpp for d in DType if not d.is_fp8} | {
+ELEMENT_CPP = {d.value: d.cpp for d in DType.elements() if not d.is_fp8} | {
     "int8": "flashpage::i8",
     "uint8": "flashpage::u8",
     "int16": "flashpage::i16",

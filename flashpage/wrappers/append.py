@@ -14,7 +14,8 @@ from ..kernels import latent_formats
 from ..kernels.latent_formats import check_format
 from ..plan.lengths import batch_of
 from . import operators
-from .latent_append import LatentWrite, Places, Scales
+from .latent_append import LatentPlaces, LatentWrite, Scales
+from .quantised_append import Places, QuantisedWrite
 
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
 
@@ -29,18 +30,34 @@ def append_paged_kv_cache(
     kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor,
     kv_layout: str = "NHD",
+    *,
+    kv_format: Any = None,
+    kv_cache_sf: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> None:
-    """Writes keys and values of new tokens to their pages.
+    """Writes keys and values of new tokens to their pages, in one launch.
 
     Args:
-        append_key, append_value: [nnz, num_kv_heads, head_dim], of the cache's type, last dimension contiguous.
+        append_key, append_value: [nnz, num_kv_heads, head_dim], of the cache's type, last dimension contiguous; with
+            kv_format of 16 or 32 bits.
         batch_indices, positions: [nnz], the request of each token and its position there (get_batch_indices_positions).
         paged_kv_cache: as in the wrappers' run; written.
         kv_indices, kv_indptr: page numbers, and where each request's begin, [batch + 1].
         kv_last_page_len: [batch]; only its length is checked, as positions determine the rest.
         kv_layout: "NHD" or "HND".
+        kv_format: how the cache stores rows, as plan takes it: rows are quantised to it as they are written.
+        kv_cache_sf: with kv_format, the scales of the cache's rows, as run takes them; written.
+        k_scale, v_scale: with kv_format, by which elements are divided before (None: 1).
     """
     checks.layout(kv_layout, RunError)
+    if kv_format is not None:
+        write = QuantisedWrite((append_key, append_value), paged_kv_cache, kv_cache_sf, kv_format, kv_layout)
+        lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+        write.write(_paged_places(lists, write), k_scale, v_scale)
+        return
+    if not (kv_cache_sf is k_scale is v_scale is None):
+        raise RunError("kv_cache_sf, k_scale and v_scale need kv_format: pass it, or leave them None.")
     cache = list(paged_kv_cache) if isinstance(paged_kv_cache, (tuple, list)) else [paged_kv_cache]
     caches = [("paged_kv_cache", part) for part in cache]
     operators.check_plain(("append_key", append_key), ("append_value", append_value), *caches)
@@ -80,6 +97,84 @@ def append_paged_kv_cache(
     ]
     _check_last_page_len(kv_last_page_len, batch, device)
     operators.call("append_paged_kv_cache", append_key, append_value, *indices, cache, kv_layout)
+
+
+def nvfp4_quantize_append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: Any,
+    kv_cache_sf: Any,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    k_scale: Any,
+    v_scale: Any,
+    kv_layout: str = "NHD",
+) -> None:
+    """append_paged_kv_cache(kv_format="nvfp4") under FlashInfer's name.
+
+    Args:
+        append_key, append_value: [nnz, num_kv_heads, head_dim] of 16 or 32 bits.
+        paged_kv_cache: uint8, as in the wrappers' run, with head_dim / 2 columns; written.
+        kv_cache_sf: float8_e4m3fn, with head_dim / 16 columns; written.
+        k_scale, v_scale: positive numbers, the scales of the tensors: an element is a number times its block's scale
+            times this.
+
+    The other arguments are those of append_paged_kv_cache.
+    """
+    checks.layout(kv_layout, RunError)
+    write = QuantisedWrite((append_key, append_value), paged_kv_cache, kv_cache_sf, "nvfp4", kv_layout)
+    lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    write.write(_paged_places(lists, write), k_scale, v_scale)
+
+
+def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_kv_cache: Any,
+    kv_cache_sf: Any,
+    k_scale: Any,
+    v_scale: Any,
+    kv_layout: str = "NHD",
+    *,
+    kv_format: Any = "nvfp4",
+) -> None:
+    """Writes keys and values of new tokens, quantised, to slots of the cache.
+
+    Args:
+        append_key, append_value: [rows, num_kv_heads, head_dim] of 16 or 32 bits; rows past the end of slot_mapping are
+            ignored.
+        slot_mapping: [nnz] int32 or int64, page * page_size + token in the page; negative: the row is skipped.
+        k_scale, v_scale: positive numbers, or float32 tensors of one entry.
+        kv_format: another format than FlashInfer's, as append_paged_kv_cache takes it.
+
+    The other arguments are those of nvfp4_quantize_append_paged_kv_cache.
+    """
+    checks.layout(kv_layout, RunError)
+    write = QuantisedWrite((append_key, append_value), paged_kv_cache, kv_cache_sf, kv_format, kv_layout)
+    slots = _index(slot_mapping, "slot_mapping", None, write.device)
+    if len(slots) > write.nnz:
+        raise RunError(
+            f"slot_mapping has {len(slots)} entries but append_key has {write.nnz} rows: pass a slot for each row."
+        )
+    write.waits_for_scales = True  # as FlashInfer
+    write.check_slots(slots)
+    write.write(Places(slots), k_scale, v_scale)
+
+
+def _paged_places(lists: tuple[Any, ...], write: QuantisedWrite) -> Places:
+    """batch_indices, positions, kv_indices, kv_indptr and kv_last_page_len, checked."""
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len = lists
+    _check_last_page_len(kv_last_page_len, batch_of(kv_indptr, "kv_indptr"), write.device)
+    return Places(
+        positions=_index(positions, "positions", write.nnz, write.device),
+        batch_indices=_index(batch_indices, "batch_indices", write.nnz, write.device),
+        kv_indices=_index(kv_indices, "kv_indices", None, write.device),
+        kv_indptr=_index(kv_indptr, "kv_indptr", None, write.device),
+    )
 
 
 def append_paged_mla_kv_cache(
@@ -183,7 +278,7 @@ def _append_in_fp8(
     )
     _check_last_page_len(places[4], batch_of(places[3], "kv_indptr"), device)
     parts = tuple(tensor for _, tensor in written)
-    LatentWrite(given[0], given[1], parts, row_format).write(Places(*lists), scales)
+    LatentWrite(given[0], given[1], parts, row_format).write(LatentPlaces(*lists), scales)
     torch.autograd.graph.increment_version(parts)
 
 

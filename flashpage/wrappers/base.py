@@ -26,9 +26,9 @@ from ..base.unique import Unique
 from ..kernels.options import OptionOverride, Options, RunOptions, check_rope, check_scale
 from ..native import fastcall
 from ..plan.batch import NO_BOUNDS, Longest
-from ..plan.bounds import workspace_bounds
+from ..plan.bounds import workspace_of
 from ..plan.device_lengths import TableLengths
-from ..plan.lengths import Given, Lengths, Names, batch_of, check_numbers, to_host, wrong_shape
+from ..plan.lengths import Given, Lengths, Names
 from ..plan.option_plan import OptionPlan
 from ..plan.page_indices import KEEP_MASK, GivenPages, Mask
 from ..plan.session import Planner, current_stream
@@ -44,6 +44,8 @@ from ..run.checks import (
     check_run_tensors,
     flat,
     geometry,
+    has_scales,
+    parts_of,
     signature_of,
     wait_for,
 )
@@ -51,6 +53,7 @@ from ..run.profiler_buffer import profiled
 from ..run.stamps import Recorder
 from . import operators
 from .lse_mode import in_base_e, is_natural
+from .rotation import rotated_queries
 
 PAGED = Names("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens", "paged_kv_indices")
 RAGGED = Names("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
@@ -80,6 +83,7 @@ class Attention(Unique):
 
     options: Options
     recorder: Recorder | None = None  # of stamps
+    _rotates_queries = False
     values = RunOptions(False, -1, 0.0, None, None, None, "NONE")
 
     def __init__(
@@ -184,23 +188,7 @@ class Attention(Unique):
 
     def workspace_size(self, lengths: Lengths, options: Options) -> tuple[int, int]:
         """Bytes of the float and of the int workspace that suffice for this batch and every smaller one."""
-        names = self.session.batch.names
-        for name, tensor in zip(names, lengths, strict=False):
-            if tensor is not None:
-                check_numbers(tensor, name)
-        host = to_host(lengths)
-        q_indptr, kv_indptr, _, kv_lens = host
-        batch = batch_of(kv_indptr, names[1])
-        assert kv_indptr is not None
-        for i, tensor in enumerate(host):
-            if tensor is not None and tensor.shape != (batch + (i < 2),):
-                raise wrong_shape(tensor, batch + (i < 2), names[i], names[1])
-        total_q = options.uniform_q_len * batch if q_indptr is None else int(q_indptr[-1])
-        if kv_lens is None:
-            total_kv = int(kv_indptr[-1] - kv_indptr[0]) * max(1, options.page_span)
-        else:
-            total_kv = int(kv_lens.sum())
-        return workspace_bounds(options, batch, total_q, total_kv, self.device)
+        return workspace_of(lengths, options, self.session.batch.names, self.device)
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Takes other workspaces; call plan again before the next run."""
@@ -213,6 +201,7 @@ class Attention(Unique):
         if not self.session.active or options != self.session.options:
             self.session.configure(options)
         self.options = self._configured = options
+        self._rotates_queries = options.rotates_queries
 
     # ---------------------------------------------------------------- run
 
@@ -251,6 +240,8 @@ class Attention(Unique):
             return operators.run(
                 self, values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
             )
+        if self._rotates_queries:
+            q = rotated_queries(q, self.options)
         bound = self._local.bound
         if (
             bound is None
@@ -272,6 +263,8 @@ class Attention(Unique):
         stream = 0 if self._raw_stream is None else self._raw_stream(self._device_index)
         if cache.__class__ is tuple and len(cache) == 2:
             status = self._run_tensors(bound.address, q, *cache, to, lse_to, stream)
+        elif cache.__class__ is tuple and len(cache) == 4:
+            status = self._run_tensors(bound.address, q, *cache[:2], to, lse_to, stream, *cache[2:])
         else:
             status = self._run_tensors(bound.address, q, cache, None, to, lse_to, stream)
         if status:
@@ -311,9 +304,8 @@ class Attention(Unique):
         """A run that differs from the last one: other options or tensors, or tensors that C cannot compare."""
         return_lse = checks.flag("return_lse", return_lse, RunError)
         outputs = (output for output in (tensors.out, tensors.lse) if output is not None)
-        parts = tensors.cache if tensors.cache.__class__ is tuple else (tensors.cache,)
-        is_odd = tensors.cache.__class__ is tuple and len(parts) != 2
-        if is_odd or self._judge_tensors(tensors.q, *parts, *outputs):
+        is_odd = tensors.cache.__class__ is tuple and len(tensors.cache) not in (2, 4)
+        if is_odd or self._judge_tensors(tensors.q, *parts_of(tensors.cache).values(), *outputs):
             tensors = wait_for(tensors)
             check_plain(tensors)
         q, cache, out, lse = tensors
@@ -337,11 +329,13 @@ class Attention(Unique):
         if enable_pdl is not bound.enable_pdl:
             bound.set_pdl(enable_pdl)
         bound.resize(q, cache)
-        pair = cache if cache.__class__ is tuple else (cache, None)
+        pair = cache[:2] if cache.__class__ is tuple else (cache, None)
+        scales_of_rows = cache[2:] if has_scales(cache) else ()
         # C cannot read these tensors, or not safely; plans with unused rows always run this way.
-        if self._bind_tensors(bound.address, None if unused else q, *pair, out, lse):
+        if self._bind_tensors(bound.address, None if unused else q, *pair, out, lse, 0, *scales_of_rows):
             check_plain(Tensors(q, cache, out, lse))
             bound.point(q, cache, out, lse)
+            bound.point_scales(scales_of_rows, (out, lse))
             torch.autograd.graph.increment_version([out] if lse is None else [out, lse])
         if self._device_index >= 0:
             bound.args.stream = current_stream(self._device_index)

@@ -134,7 +134,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
             q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
+            kv_data_type=checks.optional_dtype("kv_data_type", kv_data_type),
             o_data_type=o_data_type,
         )
         pages = Pages(indices, non_blocking=non_blocking)

@@ -19,7 +19,7 @@ from . import operators
 _LARGEST = 448.0  # of e4m3
 
 
-class Places(NamedTuple):
+class LatentPlaces(NamedTuple):
     """Where new tokens go: contiguous int32 on the device of the cache."""
 
     batch_indices: torch.Tensor
@@ -44,7 +44,7 @@ class LatentWrite(NamedTuple):
     caches: tuple[torch.Tensor, ...]  # [pages, page_size, columns]: of both parts, or of packed rows
     format: str
 
-    def write(self, places: Places, scales: Scales) -> None:
+    def write(self, places: LatentPlaces, scales: Scales) -> None:
         ckv, device = self.ckv, self.ckv.device
         first, last = self.caches[0], self.caches[-1]
         k, v = kv_view.latent_views(first if first is last else (first, last), first.shape[2])
@@ -104,7 +104,7 @@ class LatentWrite(NamedTuple):
 
     # ---------------------------------------------------------------- on the CPU
 
-    def _write_here(self, places: Places, scales: Scales, k: kv_view.View) -> None:
+    def _write_here(self, places: LatentPlaces, scales: Scales, k: kv_view.View) -> None:
         given = (places.batch_indices >= 0).nonzero().squeeze(1)
         requests, positions = places.batch_indices[given], places.positions[given]
         check_places(requests, positions, places.kv_indices, places.kv_indptr, k)

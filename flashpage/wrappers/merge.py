@@ -9,6 +9,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import RunError
+from ..run.checks import NO_SCALES
 from . import operators
 from .lse_mode import BASE_2, LN_2, LOG2_E, in_base_e, is_natural
 
@@ -102,9 +103,15 @@ def merge_states(v: torch.Tensor, s: torch.Tensor, *, lse_mode: str = BASE_2) ->
     return operators.call("merge_states", v, s)
 
 
-def part_of(attention: Attention, q: torch.Tensor, cache: Any, values: RunOptions | None = None) -> Part:
+def part_of(
+    attention: Attention,
+    q: torch.Tensor,
+    cache: Any,
+    values: RunOptions | None = None,
+    scales: tuple[Any, Any, Any] = NO_SCALES,
+) -> Part:
     """Runs the attention of one part."""
-    return lambda out, lse: attention.run(q, cache, out, lse, values=values)
+    return lambda out, lse: attention.run(q, cache, out, lse, values=values, scales=scales)
 
 
 def merge_parts(parts: Sequence[Part], out: torch.Tensor, lse: torch.Tensor | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..base import checks
+from ..base import checks, kv_view
 from ..base.errors import PlanError
 from ..base.unique import Unique
 from ..kernels.options import check_soft_cap
@@ -71,6 +71,8 @@ class BatchAttention(Unique):
         q_data_type: Any = torch.bfloat16,
         kv_data_type: Any = torch.bfloat16,
         use_profiler: bool = False,
+        *,
+        kv_format: Any = None,
     ) -> None:
         """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
 
@@ -80,6 +82,7 @@ class BatchAttention(Unique):
             kv_len_arr: [batch], tokens of each request.
 
             use_profiler: runs get a `profiler_buffer`.
+            kv_format: how K and V are stored, in place of kv_data_type.
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
@@ -95,7 +98,8 @@ class BatchAttention(Unique):
             sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap,
             q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
+            kv_data_type=kv_data_type if kv_format is None else None,
+            own={} if kv_format is None else {"kv_format": kv_format},
         )
         lengths = Lengths(qo_indptr, kv_indptr, None, kv_len_arr)
         self._attention.plan(lengths, Pages(kv_indices), *self._checked.of(arguments))
@@ -123,6 +127,7 @@ class BatchAttention(Unique):
                 allocated.
             k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
             logits_soft_cap: 0: as planned.
+            kv_cache_sf: scales of K and V, as BatchPrefillWithPagedKVCacheWrapper.run takes them.
             profiler_buffer: uint64 [n], if plan got use_profiler: gets the events of each CTA, as
                 flashinfer.profiler.export_to_perfetto_trace reads them (prefill, decode, reduction); the call waits.
             lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
@@ -131,7 +136,7 @@ class BatchAttention(Unique):
             out and lse.
         """
         if kv_cache_sf is not None:
-            checks.refuse_given(kv_cache_sf=kv_cache_sf)
+            kv_cache = kv_view.with_scales(kv_cache, kv_cache_sf, "kv_cache")
         values = self._attention.values
         if (logits_soft_cap.__class__ is not float or logits_soft_cap) and (cap := check_soft_cap(logits_soft_cap)):
             values = values._replace(logits_soft_cap=cap)

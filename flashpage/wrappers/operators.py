@@ -29,7 +29,7 @@ from ..kernels.options import Options, RunOptions
 from ..kernels.spec import KernelSpec
 from ..native import fastcall
 from ..plan.session import current_stream
-from ..run.checks import Tensors, check_places, scales_of
+from ..run.checks import Tensors, cache_of, check_places, scales_of
 
 _ROWS_PER_CTA = 8  # merge_states and append: one row for each warp
 _CONTIGUOUS = torch.contiguous_format
@@ -124,7 +124,7 @@ def run(
     arrays = [s if isinstance(s, torch.Tensor) else None for s in scales]
     name = f"run_{wrapper.options.kv_source}{'_captured' if wrapper.is_graph else ''}"
     operator = getattr(torch.ops.flashpage, name)
-    parts = list(cache) if isinstance(cache, tuple) else [cache]
+    parts = [part for part in cache if part is not None] if isinstance(cache, tuple) else [cache]
     operator(wrapper.handle, q, parts, out, lse, *values, *numbers, *arrays, sinks, enable_pdl)
     return (out, lse) if return_lse else out
 
@@ -157,7 +157,7 @@ def _run(
             f"handle={handle} is of a wrapper that no longer exists: keep the wrapper as long as its graph runs."
         )
     values = RunOptions(causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
-    parts = tuple(cache) if len(cache) == 2 else cache[0]
+    parts = cache_of(cache, wrapper.options)
     scales = scales_of(
         q_scale if q_scales is None else q_scales,
         k_scale if k_scales is None else k_scales,

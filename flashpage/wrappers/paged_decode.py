@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base import checks
+from ..base import checks, kv_view
 from ..base.errors import FlashpageError, RunError
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
@@ -128,8 +128,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
                 the row's own token: FlashInfer's is larger by slope * (KV length - query length), see the README.
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: no cap.
-            q_data_type, kv_data_type, o_data_type: types of q ("float16"), of the cache (q's) and of the output (q's,
-                or "bfloat16" if that is fp8).
+            q_data_type, kv_data_type, o_data_type: types of q ("float16"), of the cache (q's; torch.uint8: nvfp4) and
+                of the output (q's, or "bfloat16" if that is fp8).
             data_type: the cache's type if kv_data_type is not given.
             sm_scale: multiplies the scores; None: head_dim ** -0.5.
             rope_scale, rope_theta: for ROPE_LLAMA; None: 1 and 1e4.
@@ -142,7 +142,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             disable_split_kv: no request is cut.
             q_len_per_req: query rows of each request (more than one: causal among them).
             own: options that FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a
-            number of tokens: positions are cut at its multiples, and a row sees only tokens of its own chunk (Llama 4).
+            number of tokens: positions are cut at its multiples, and a row sees only tokens of its own chunk (Llama 4);
+            `kv_format`, how K and V are stored, a name or a pair of names and types (docs/guides/kv-formats.md).
         """
         if deprecated_positional_args:
             given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}
@@ -264,7 +265,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             q: [batch * q_len_per_req, num_qo_heads, head_dim], any strides, last dimension contiguous.
             paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V)
                 without the 2; without the page_size dimension: pages of one token.
-            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry, of [heads], [batch, heads] or [batch, 1].
+            kv_cache_sf: the scales of K and V in nvfp4 or in a kv_format, a pair or a tensor [pages, 2, ...]: of nvfp4
+                float8_e4m3fn with head_dim / 16 columns; of others fp32, without that dimension.
             out: [batch * q_len_per_req, num_qo_heads, head_dim], written in place; None: allocated.
             lse: [batch * q_len_per_req, num_qo_heads] fp32, base 2, written in place. A row that sees no token has
                 out = 0 and lse = -inf, or sink * log2(e) with sinks.
@@ -277,10 +280,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         if args:
             raise RunError(checks.extra_positions(args))
         if not (q_len_per_req is None and skip_softmax_threshold_scale_factor is None and kv_cache_sf is None):
-            checks.refuse_given(
-                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
-            )
+            checks.refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
             self._check_q_len(q_len_per_req)
+            paged_kv_cache = kv_view.with_scales(paged_kv_cache, kv_cache_sf)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
         if lse_mode is not BASE_2:

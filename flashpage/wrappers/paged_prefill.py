@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base import checks
+from ..base import checks, kv_view
 from ..base.errors import PlanError, RunError
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
@@ -138,8 +138,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: no cap.
             rope_scale, rope_theta: for ROPE_LLAMA; None: 1 and 1e4.
-            q_data_type, kv_data_type, o_data_type: types of q ("float16"), of the cache (q's) and of the output (q's,
-                or "bfloat16" if that is fp8).
+            q_data_type, kv_data_type, o_data_type: types of q ("float16"), of the cache (q's; torch.uint8: nvfp4) and
+                of the output (q's, or "bfloat16" if that is fp8).
             non_blocking: whether copies of page numbers and masks may be asynchronous.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring: [batch] tokens of the
                 shared prefix; each later token's position in its item (0 at a delimiter), joined with a common length a
@@ -153,7 +153,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             the rest of the batch. None or -1: balanced.
             disable_split_kv: no request is cut.
             own: options that FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a
-            number of tokens: positions are cut at its multiples, and a row sees only tokens of its own chunk (Llama 4).
+            number of tokens: positions are cut at its multiples, and a row sees only tokens of its own chunk (Llama 4);
+            `kv_format`, how K and V are stored, a name or a pair of names and types (docs/guides/kv-formats.md).
         """
         if seq_lens_q is not None:
             checks.refuse_given(seq_lens_q=seq_lens_q)
@@ -296,7 +297,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk], any strides, last dimension contiguous.
             paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V)
                 without the 2; without the page_size dimension: pages of one token.
-            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry, one for each head, [batch, heads] or
+                [batch, 1].
+            kv_cache_sf: the scales of K and V in nvfp4 or in a kv_format, a pair or a tensor [pages, 2, ...]: of nvfp4
+                float8_e4m3fn with head_dim / 16 columns; of others fp32, without that dimension.
             out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
             lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place. A row that sees no token has
                 out = 0 and lse = -inf, or sink * log2(e) with sinks.
@@ -313,8 +317,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         is_usual = kv_cache_sf is skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None
         if not (is_usual and lse_base == "log2" and lse_layout == "NH"):
             checks.refuse_run_options(
-                *(kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, lse_layout)
+                *(skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, lse_layout)
             )
+            paged_kv_cache = kv_view.with_scales(paged_kv_cache, kv_cache_sf)
             lse_mode = mode_of(lse_base, lse_mode)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)

@@ -25,6 +25,7 @@ class Own(NamedTuple):
 
     variant: Any = None  # a flashpage.Variant
     chunk: int | None = None  # tokens: a row at position p sees tokens from p // chunk * chunk on; None: all
+    kv_format: Any = None  # a name of kernels/kv_formats.py, or a pair of names and element types for K and V
 
     @staticmethod
     def of(given: dict[str, Any]) -> Own:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..base import checks
+from ..base import checks, kv_view
 from ..base.errors import RunError
 from ..plan.capacity import Capacity
 from ..plan.page_indices import Mask
@@ -188,7 +188,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk], any strides, last dimension contiguous.
             k, v: [tokens, num_kv_heads, head_dim_qk or head_dim_vo] (HND: heads first), any strides.
-            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry, one for each head, [batch, heads] or
+                [batch, 1].
+            kv_cache_sf: (k_sf, v_sf), as BatchPrefillWithPagedKVCacheWrapper.run takes them, without pages.
             out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
             lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place. A row that sees no token has
                 out = 0 and lse = -inf, or sink * log2(e) with sinks.
@@ -203,15 +205,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         if args:
             raise RunError(checks.extra_positions(args))
         if not (kv_cache_sf is None and lse_base == "log2" and lse_layout == "NH"):
-            checks.refuse_run_options(kv_cache_sf, None, None, None, lse_layout)
+            checks.refuse_run_options(None, None, None, lse_layout)
             lse_mode = mode_of(lse_base, lse_mode)
         if o_scale is not None:
             checks.refuse("o_scale", o_scale)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
+        kv = (k, v) if kv_cache_sf is None else kv_view.with_scales((k, v), kv_cache_sf)
         if lse_mode is not BASE_2:
-            return self._attention.run_of(lse_mode)(q, (k, v), out, lse, return_lse, values, scales, sinks, enable_pdl)
-        return self._attention.run(q, (k, v), out, lse, return_lse, values, scales, sinks, enable_pdl)
+            return self._attention.run_of(lse_mode)(q, kv, out, lse, return_lse, values, scales, sinks, enable_pdl)
+        return self._attention.run(q, kv, out, lse, return_lse, values, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

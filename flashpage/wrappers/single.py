@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from ..base import checks
+from ..base import checks, kv_view
 from ..base.errors import FlashpageError, RunError
 from ..base.memory import is_capturing
+from ..kernels import kv_formats
 from ..plan.lengths import Lengths
 from ..plan.page_indices import NO_PAGES, Mask
 from ..plan.session import current_stream
@@ -45,6 +46,7 @@ def single_decode_with_kv_cache(
     return_lse: bool = False,
     *,
     lse_mode: str = "base2",
+    kv_cache_sf: Any = None,
     **own: Any,
 ) -> Any:
     """Attention of one query row.
@@ -53,6 +55,7 @@ def single_decode_with_kv_cache(
         q: [num_qo_heads, head_dim].
         k, v: [kv_len, num_kv_heads, head_dim] (HND: [num_kv_heads, kv_len, head_dim]).
         use_tensor_cores: accepted; kernels are chosen from shapes.
+        kv_cache_sf: (k_sf, v_sf), the scales of K and V in nvfp4 (uint8 or fp4) or in another kv_format.
 
     Returns:
         [num_qo_heads, head_dim], with `return_lse` also [num_qo_heads] fp32, base 2 (lse_mode="basee": natural).
@@ -65,7 +68,7 @@ def single_decode_with_kv_cache(
     options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": own}
     scales = (q_scale, k_scale, v_scale)
     try:
-        result = _run(q.unsqueeze(0), k, v, kv_layout, options, scales, (return_lse, lse_mode))
+        result = _run(q.unsqueeze(0), k, v, kv_layout, options, scales, (return_lse, lse_mode), kv_cache_sf)
     except FlashpageError as error:
         error.use_names(_INNER)
         raise
@@ -110,12 +113,13 @@ def single_prefill_with_kv_cache(
         o_dtype: type of the output; None: q's, or bfloat16 if that is fp8.
         custom_mask: [q_len, kv_len] bool, True: visible; it replaces causal.
         packed_custom_mask: the mask as bits, `packbits(mask.flatten(), bitorder="little")`.
+        kv_cache_sf: (k_sf, v_sf), the scales of K and V in nvfp4 (uint8 or fp4) or in another kv_format.
 
     Returns:
         [q_len, num_qo_heads, head_dim_vo], with `return_lse` also [q_len, num_qo_heads] fp32, base 2
         (lse_mode="basee": natural).
     """
-    checks.refuse_given(kv_cache_sf=kv_cache_sf, use_fp16_qk_reduction=use_fp16_qk_reduction)
+    checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
     checks.backend(backend)
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
     options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": own}
@@ -127,7 +131,8 @@ def single_prefill_with_kv_cache(
     )
     try:
         return _run(
-            q, k, v, kv_layout, options, scales, (return_lse, lse_mode), Mask.of(custom_mask, packed_custom_mask)
+            *(q, k, v, kv_layout, options, scales, (return_lse, lse_mode), kv_cache_sf),
+            Mask.of(custom_mask, packed_custom_mask),
         )
     except FlashpageError as error:
         given = {"q_scale": scale_q, "k_scale": scale_k, "v_scale": scale_v}
@@ -147,6 +152,7 @@ def _run(
     options: dict[str, Any],
     scales: tuple[Any, Any, Any],
     lse: tuple[bool, str],
+    kv_cache_sf: Any,
     mask: Mask | None = None,
 ) -> Any:
     plan = plan_of_one(q, k, v, (kv_layout, ""), mask, options)
@@ -154,7 +160,7 @@ def _run(
     plan(attention)
     if is_capturing(attention.device):
         _captured.add(attention)
-    return attention.run_of(lse[1])(q, (k, v), return_lse=lse[0], scales=scales)
+    return attention.run_of(lse[1])(q, kv_view.with_scales((k, v), kv_cache_sf), return_lse=lse[0], scales=scales)
 
 
 def plan_of_one(
@@ -176,15 +182,18 @@ def plan_of_one(
     of_one = None if mask is None else mask.of_one(f"custom_mask{layout[1]}", *lengths)
 
     def plan(attention: Attention) -> None:
+        q_dtype, kv_format = checks.dtype_of(q, "q", RunError), options.get("own", {}).get("kv_format")
+        is_given = kv_format is not None or kv_formats.is_fp4(k.dtype)
+        kv_type = (k.dtype if kv_format is None else None) if is_given else checks.dtype_of(k, "k", RunError)
         arguments = PrefillArguments(
             "ragged",
             q.shape[1],
             k.shape[head],
             q.shape[2],
-            head_dim_vo=v.shape[2],
+            head_dim_vo=kv_formats.columns_of(v, kv_format, kv_type, q_dtype, 1),
             has_mask=of_one is not None,
-            q_data_type=checks.dtype_of(q, "q", RunError),
-            kv_data_type=checks.dtype_of(k, "k", RunError),
+            q_data_type=q_dtype,
+            kv_data_type=kv_type,
             **options,
         )
         ends = (torch.tensor([0, length], dtype=torch.int32, device="cpu") for length in lengths)

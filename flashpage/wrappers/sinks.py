@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ..base import checks
+from ..base.dtypes import DType
 from ..base.errors import PlanError, RunError
+from ..kernels import kv_formats
 from ..kernels.options import Options, check_scale
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .plan_arguments import Arguments
@@ -60,7 +62,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         self._given = {
             "pos_encoding_mode": checks.position_encoding(pos_encoding_mode),
             "q_data_type": checks.dtype("q_data_type", q_data_type),
-            "kv_data_type": checks.dtype("kv_data_type", kv_data_type),
+            "kv_data_type": kv_formats.check(None, kv_data_type, DType.BFLOAT16).kv_dtype,
             "head_dim_qk": checks.whole("head_dim_qk", head_dim_qk, 1),
             "head_dim_vo": checks.whole("head_dim_vo", head_dim_vo, 1),
         }

@@ -31,7 +31,7 @@ _REASONS = {
     "request_order": "the plan orders requests: leave it None",
     "request_order_plan": "the plan orders requests: leave it None",
     "skip_softmax_threshold_scale_factor": "it belongs to the trtllm-gen kernels: leave it None",
-    "kv_cache_sf": "nvfp4 caches need Blackwell kernels: use a 16-bit or fp8 cache and leave it None",
+    "kv_cache_sf": "nvfp4 caches are read by the wrappers: pass it to their run, or leave it None",
     "use_fp16_softmax": "softmax is computed in fp32: leave it None",
     "uses_spcompress": "it belongs to the trtllm-gen kernels: leave it None",
 }

@@ -80,7 +80,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
             q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
+            kv_data_type=checks.optional_dtype("kv_data_type", kv_data_type),
         )
         pages = Pages(indices, non_blocking=non_blocking)
         self._attention.plan(Lengths(ones, indptr), pages, *self._checked.of(arguments))

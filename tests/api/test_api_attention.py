@@ -114,7 +114,7 @@ def test_errors_of_batch_attention() -> None:
     wrapper = planned(inputs, "cpu")
     with pytest.raises(RunError, match="q has 5 rows but the plan is for 289"):
         wrapper.run(runner.q()[:5], *runner.kv())
-    with pytest.raises(CapabilityError, match="kv_cache_sf"):
+    with pytest.raises(RunError, match="kv_cache_sf"):
         wrapper.run(runner.q(), *runner.kv(), kv_cache_sf=torch.zeros(1))
     with pytest.raises(RunError, match="plan had no use_profiler"):
         wrapper.run(runner.q(), *runner.kv(), profiler_buffer=torch.zeros(1, dtype=torch.uint64))

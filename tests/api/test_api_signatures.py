@@ -78,6 +78,13 @@ SIGNATURES: dict[str, str] = {
         "append_key append_value batch_indices positions paged_kv_cache kv_indices kv_indptr kv_last_page_len "
         "kv_layout='NHD'"
     ),
+    "nvfp4_quantize_append_paged_kv_cache": (
+        "append_key append_value batch_indices positions paged_kv_cache kv_cache_sf kv_indices kv_indptr "
+        "kv_last_page_len k_scale v_scale kv_layout='NHD'"
+    ),
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": (
+        "append_key append_value slot_mapping paged_kv_cache kv_cache_sf k_scale v_scale kv_layout='NHD'"
+    ),
     "get_batch_indices_positions": "append_indptr seq_lens nnz batch_indices=None positions=None",
     "get_seq_lens": "kv_indptr kv_last_page_len page_size",
 }
@@ -111,7 +118,8 @@ def test_positional_parameters(name: str) -> None:
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     expected = SIGNATURES[name].split()
     assert shown([p for p in positional if "." not in name or p.name != "self"]) == expected
-    ours = {"lse_mode", "variant", "max_batch", "max_pages", "max_kv_rows", "max_rows"}
+    ours = {"lse_mode", "variant", "max_batch", "max_pages", "max_kv_rows", "max_rows", "kv_format"}
+    ours |= {"kv_cache_sf", "k_scale", "v_scale"} if "append" in name or "decode" in name else set()
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= ours
 
 

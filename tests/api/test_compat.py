@@ -239,7 +239,6 @@ REFUSED = {
     "prefill": "cudnn_batch_prefill_with_kv_cache fmha_varlen trtllm_fmha_v2_prefill trtllm_ragged_attention_deepseek",
     "mla": "DSV4HCAMetadata SparseMLASm120Wrapper cake_mla_varq_dcp_decode nvfp4_sparse_mla_decode "
     "prepare_cake_mla_varq_dcp_decode trtllm_batch_decode_sparse_mla_dsv4 xqa_mla",
-    "page": "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "quantization": "nvfp4_kv_dequantize nvfp4_kv_quantize nvfp4_quantize",
     "utils": "FP4Tensor get_trtllm_gen_multi_ctas_kv_counter_bytes",
     "base.refused": "xqa xqa_mla",

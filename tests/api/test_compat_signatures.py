@@ -116,6 +116,7 @@ SIGNATURES: dict[str, str] = {
     "single_prefill_with_kv_cache_with_jit_module": ("jit_module q k v"),
 }
 _LSE_MODE = "lse_mode='base2'"
+_OUTPUTS = f"out=None lse=None return_lse=False {_LSE_MODE}"
 _JIT = f"window_left=-1 return_lse=False {_LSE_MODE}"
 KEYWORDS = {  # keyword-only in FlashInfer; ours come after them
     "append_paged_mla_kv_cache": "ckv_scale=None ckv_scale_arr=None kpe_scale=None kv_row_format=None",
@@ -123,8 +124,9 @@ KEYWORDS = {  # keyword-only in FlashInfer; ours come after them
     "BatchPODWithPagedKVCacheWrapper.run": _LSE_MODE,
     "BlockSparseAttentionWrapper.run": _LSE_MODE,
     "VariableBlockSparseAttentionWrapper.run": _LSE_MODE,
-    "MultiLevelCascadeAttentionWrapper.run": "out=None lse=None return_lse=False lse_mode='base2'",
-    "MultiLevelCascadeAttentionWrapper.forward": "out=None lse=None return_lse=False lse_mode='base2'",
+    "BatchAttention.plan": "kv_format=None",
+    "MultiLevelCascadeAttentionWrapper.run": f"{_OUTPUTS} k_scale=None v_scale=None kv_cache_sf=None",
+    "MultiLevelCascadeAttentionWrapper.forward": f"{_OUTPUTS} k_scale=None v_scale=None kv_cache_sf=None",
     "single_decode_with_kv_cache_with_jit_module": f"kv_layout='NHD' {_JIT}",
     "single_prefill_with_kv_cache_with_jit_module": f"kv_layout='NHD' mask_mode=0 {_JIT}",
 }

@@ -14,7 +14,7 @@ import torch
 from engine_batch import LENS, EngineBatch, decode_case, prefill_case
 from reference import Options, attention
 
-from flashpage import CapabilityError, compat
+from flashpage import CapabilityError, RunError, compat
 
 BF16 = torch.bfloat16
 FORM = {"cache": "interleaved"}  # [blocks, page, heads, 2 x dim]: K and V are split from it
@@ -273,7 +273,7 @@ def test_seq_lens_and_what_is_refused(flashinfer: types.ModuleType) -> None:
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(batch.workspace(), "HND", backend="trtllm-gen")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(batch.workspace(), "NHD")
     plan_decode(wrapper, batch)
-    with pytest.raises(CapabilityError, match="kv_cache_sf"):
+    with pytest.raises(RunError, match="kv_cache_sf"):
         wrapper.run(batch.q, batch.kv, kv_cache_sf=torch.zeros(1))
 
 

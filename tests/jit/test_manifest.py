@@ -30,6 +30,8 @@ SPEC = {
     "head_dim_vo": 128,
     "kv_source": "paged",
     "latent_format": "plain",
+    "k_format": "plain",
+    "v_format": "plain",
     "mask_source": "implicit",
     "position_encoding": "none",
     "tile": TILE,

@@ -46,7 +46,7 @@ IMPORTS_BY_NAME = {  # modules that compute the names of their imports, which th
 }
 
 # C++: folders of include/flashpage from the top, read like the rooms of Python.
-HEADER_FOLDERS = [{"kernels"}, {"cpu", "tile"}, {"params"}, {"plan", "ptx"}, {"common"}]
+HEADER_FOLDERS = [{"kernels"}, {"cpu", "tile"}, {"formats"}, {"params"}, {"plan", "ptx"}, {"common"}]
 TILE_FOLDERS = {"layout", "load", "mask", "merge", "product", "rope", "softmax"}
 # Sources of csrc/: those at its root may use every folder, and every folder may use the headers at its root.
 CSRC_FOLDERS = [{"plan"}, {"cuda"}, {"cpu"}]

@@ -18,7 +18,7 @@ from vllm_blocks import BlockCase
 
 MOST_SCORES = 300_000  # rows x tokens x heads of a batch; the reference then takes about ten milliseconds
 EDGES = (0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 257, 400, 1000)
-_FORMAT = ("q_dtype", "kv_dtype", "o_dtype", "head_dim", "head_dim_vo", "position", "variant")
+_FORMAT = ("q_dtype", "kv_dtype", "kv_format", "o_dtype", "head_dim", "head_dim_vo", "position", "variant")
 Format = dict[str, Any]
 
 
@@ -98,7 +98,7 @@ def _memory(draw: st.DrawFn, entry: str, form: Format) -> dict[str, Any]:
     forms = ["tuple", "interleaved", "permuted", "gapped"]
     if entry in ("decode", "paged", "sink"):
         forms.append("indexed")
-        if not form["head_dim_vo"]:
+        if not form["head_dim_vo"] and "+" not in form["kv_format"]:
             forms += ["fused"] + (["fused_4d"] if page_size == 1 else [])
         forms += ["tuple_3d"] if page_size == 1 else []
         forms += ["odd_page"] if page_size == 1 and kv_layout == "NHD" else []  # a stride of 7

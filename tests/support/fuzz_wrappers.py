@@ -29,7 +29,9 @@ def workspace(device: str) -> torch.Tensor:
 
 def plain(chosen: list[Format], *, has_soft_cap: bool = True, has_dims: bool = False) -> st.SearchStrategy[Format]:
     """Formats that every wrapper's plan has arguments for: no variant and no type of the output."""
-    found = [f for f in chosen if not (f["variant"] or f["o_dtype"] or (f["head_dim_vo"] and not has_dims))]
+    found = [
+        f for f in chosen if not (f["variant"] or f["o_dtype"] or f["kv_format"] or (f["head_dim_vo"] and not has_dims))
+    ]
     return st.sampled_from([f for f in found if has_soft_cap or not f["soft_cap"]])
 
 

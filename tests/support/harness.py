@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import format_rows
 import latent_rows
 import torch
 from caches import poison
@@ -53,7 +54,7 @@ class Runner:
         if self.case.at_run:
             forward = wrapper.forward_return_lse if self.case.outputs != "no_lse" else wrapper.forward
             return self._outputs(forward(q, *kv, **self._run_values()))
-        extra = self._scale_arguments() | self._lse_mode()
+        extra = self._scale_arguments() | self._lse_mode() | self.kv_cache_sf()
         if self.inputs.sinks is not None:
             extra["sinks"] = self.inputs.sinks.to(self.device)
         if self.case.entry == "sink":
@@ -104,7 +105,19 @@ class Runner:
     def kv(self) -> tuple[Any, ...]:
         """The cache as one argument, or K and V as two."""
         argument = self.inputs.cache.argument(self.device)
+        if self.case.kv_format:
+            argument = format_rows.argument(self.case, self.inputs.cache, self.device)
         return tuple(half[0] for half in argument) if is_ragged(self.case) else (argument,)
+
+    def kv_cache_sf(self) -> dict[str, Any]:
+        """The scales of formats as an argument of run."""
+        if self.inputs.scale_cache is None:
+            return {}
+        found = format_rows.scales_argument(self.case, self.inputs.scale_cache, self.device)
+        is_lost = isinstance(found, tuple) and found[0] is found[1] is None  # two element types have none
+        if is_ragged(self.case):
+            found = tuple(None if half is None else half[0] for half in found)
+        return {} if is_lost else {"kv_cache_sf": found}
 
     def make_outputs(self) -> Outputs:
         """NaN between guard bands; strided: there are gaps between rows and heads of out, which are guarded too."""
@@ -129,7 +142,8 @@ class Runner:
             return {}
         dims = {"head_dim_qk": self.case.head_dim, "head_dim_vo": self.case.value_dim}
         names = ("q_data_type", "kv_data_type", "window_left", "pos_encoding_mode")
-        return {**dims, **{name: value for name, value in self._plan_values().items() if name in names}}
+        types = {"kv_data_type": torch.uint8} if self.case.kv_format else {}
+        return {**dims, **{name: value for name, value in self._plan_values().items() if name in names}, **types}
 
     def _plan_values(self) -> dict[str, Any]:
         """Keywords of every plan. A case `at_run` plans with other values, which forward must replace."""
@@ -147,6 +161,8 @@ class Runner:
             "fixed_split_size": case.fixed_split_size or None,
             "disable_split_kv": case.disable_split_kv,
         }
+        if case.kv_format:
+            values |= format_rows.plan_arguments(case)
         if case.chunk:
             values["chunk"] = case.chunk
         if case.variant:
@@ -233,7 +249,9 @@ class Runner:
             "rope_theta": case.rope_theta or None,
             "return_lse": case.outputs == "returned",
         }
-        values |= self._lse_mode()
+        values |= self._lse_mode() | self.kv_cache_sf()
+        if case.kv_format and (kv_format := format_rows.plan_arguments(case).get("kv_format")):
+            values["kv_format"] = kv_format
         if case.chunk:
             values["chunk"] = case.chunk
         scales = self._scale_arguments()

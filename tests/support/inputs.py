@@ -6,6 +6,7 @@ import dataclasses
 import zlib
 from typing import Any
 
+import format_rows
 import latent_rows
 import torch
 from caches import Cache, Shape, poison, write_pages
@@ -25,6 +26,7 @@ class Inputs:
     k: list[torch.Tensor]
     v: list[torch.Tensor]
     cache: Cache
+    scale_cache: Cache | None  # of formats, in bytes, as `cache` is
     qo_indptr: torch.Tensor
     indptr: torch.Tensor  # paged: pages; ragged: tokens
     indices: torch.Tensor
@@ -60,8 +62,10 @@ def make_inputs(case: Case) -> Inputs:
         return [torch.randn(n, heads, dim, generator=generator).to(getattr(torch, dtype)) for n in lengths]
 
     q = rows(case.q_lens, case.num_q_heads, case.head_dim, case.q_dtype)
-    k = rows(case.kv_lens, case.num_kv_heads, case.head_dim, "float32" if case.row_format else case.kv_type)
-    v = rows(case.kv_lens, case.num_kv_heads, case.value_dim, case.kv_type)
+    drawn = "float32" if case.row_format or case.kv_format else case.kv_type
+    k = rows(case.kv_lens, case.num_kv_heads, case.head_dim, drawn)
+    v = rows(case.kv_lens, case.num_kv_heads, case.value_dim, "float32" if case.kv_format else case.kv_type)
+    k, v = format_rows.exact(case, k, v)
     if case.entry == "latent":
         k = latent_rows.exact(case, k)
         v = [row[..., : case.value_dim] for row in k]
@@ -90,12 +94,17 @@ def assemble(
 ) -> Inputs:
     """Given rows in the case's form of memory."""
     place = _ragged if is_ragged(case) else _paged
-    parts = (k, v)
+    parts, dims, scale_cache = (k, v), (case.head_dim, case.value_dim), None
     if case.entry == "latent":
         parts = latent_rows.halves(case, k)
-    cache, indptr, indices, last_page_len = place(case, *(_hidden(case, part) for part in parts))
+    if case.kv_format:
+        parts, scales = format_rows.halves(case, k, v)
+        dims, scale_dims = format_rows.row_bytes(case)
+        scale_cache = place(case, *(_hidden(case, part) for part in scales), scale_dims)[0]
+    cache, indptr, indices, last_page_len = place(case, *(_hidden(case, part) for part in parts), dims)
     qo_indptr = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32)
-    return Inputs(case, q, k, v, cache, qo_indptr, indptr, indices, last_page_len, masks, _scales(case), sinks)
+    lists = (qo_indptr, indptr, indices, last_page_len)
+    return Inputs(case, q, k, v, cache, scale_cache, *lists, masks, _scales(case), sinks)
 
 
 def is_ragged(case: Case) -> bool:
@@ -119,9 +128,11 @@ def _hidden(case: Case, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
-def _paged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Cache, Any, Any, Any]:
+def _paged(
+    case: Case, k: list[torch.Tensor], v: list[torch.Tensor], dims: tuple[int, int]
+) -> tuple[Cache, Any, Any, Any]:
     pages = sum(-(-n // case.page_size) for n in case.kv_lens) + SPARE_PAGES
-    shape = Shape(pages, case.page_size, case.num_kv_heads, case.head_dim, case.value_dim)
+    shape = Shape(pages, case.page_size, case.num_kv_heads, *dims)
     dtype = getattr(torch, case.kv_type)
     if case.entry == "latent":
         shape, dtype = latent_rows.shape_of(case, pages)
@@ -133,10 +144,12 @@ def _paged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Ca
     return cache, indptr, indices, last_page_len
 
 
-def _ragged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Cache, Any, Any, Any]:
+def _ragged(
+    case: Case, k: list[torch.Tensor], v: list[torch.Tensor], dims: tuple[int, int]
+) -> tuple[Cache, Any, Any, Any]:
     """A ragged cache: one "page" holds the rows of all requests, and its spare rows stay NaN."""
     spare = 0 if case.entry.startswith("single") else 5
-    shape = Shape(1, sum(case.kv_lens) + spare, case.num_kv_heads, case.head_dim, case.value_dim)
+    shape = Shape(1, sum(case.kv_lens) + spare, case.num_kv_heads, *dims)
     cache = Cache.make(case.cache, shape, case.kv_layout, getattr(torch, case.kv_type))
     for memory, given in zip(cache.rows(), (k, v), strict=True):
         memory[0, : sum(case.kv_lens)] = torch.cat(given)

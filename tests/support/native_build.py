@@ -109,7 +109,8 @@ def traits_flags(spec: KernelSpec) -> tuple[str, ...]:
     kernel = kernels.find(spec.kernel)
     assert kernel is not None
     lines = "\n".join(kernel.traits(spec))
-    return _included("TRAITS", f"{render(spec.variant)}\nstruct Traits {{\n{lines}\n}};\n")
+    headers = (word for header in spec.format_headers for word in ("-include", header))
+    return (*_included("TRAITS", f"{render(spec.variant)}\nstruct Traits {{\n{lines}\n}};\n"), *headers)
 
 
 def _included(macro: str, text: str) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ Inputs are compared as stored, so they carry no error. These roundings remain.
   is then off by 2^-11 of itself.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
   the spread of scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
-* Latent rows in fp8 with scales that are no powers of two are rounded to q's type, as keys and as values.
+* Latent rows in fp8 with scales that are no powers of two are rounded to q's type, as keys and as values, and so may be
+  rows of K and V in formats with scales of tokens. Rotated queries are rounded to q's type.
 
 Some cards multiply fp8 queries with fp8 keys, and probabilities as fp8 with fp8 values (has_fp8_products). Then:
 
@@ -116,6 +117,8 @@ def score_error(case: Case, *, fp8_products: bool = False, approximate_tanh: boo
         transforms += 8 * FP32 * max(case.kv_lens)  # slope times distance, added to the score
     if case.has_uneven_scales:
         transforms += spread * 2.0 * _query_unit(case)
+    if "_rotated" in case.kv_format:
+        transforms += spread * 3.0 * _query_unit(case)
     if case.position == "ROPE_LLAMA":
         transforms += spread * (3.0 * _query_unit(case) + 4 * FP32 * max(*case.kv_lens, *case.q_lens))
     return products + transforms

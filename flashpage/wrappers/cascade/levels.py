@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from ...base import checks
+from ...base import checks, kv_view
 from ...base.errors import CapabilityError, PlanError, RunError
 from ...base.unique import Unique
 from ...plan.lengths import Lengths, Names, all_to_host, batch_of
 from ...plan.page_indices import Pages
+from ...run.checks import NO_SCALES
 from ..base import Attention
 from ..graph_buffers import take_graph_buffers
 from ..lse_mode import BASE_2, in_base_e, is_natural
@@ -211,6 +212,9 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         lse_mode: str = BASE_2,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        kv_cache_sf: Any = None,
     ) -> Any:
         """Attention of the planned batch over all levels.
 
@@ -221,12 +225,16 @@ class MultiLevelCascadeAttentionWrapper(Unique):
             lse: [rows, num_qo_heads] fp32, base 2, written in place.
             return_lse: also return lse.
             lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
+            k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
+            kv_cache_sf: scales of K and V, as BatchPrefillWithPagedKVCacheWrapper.run takes them.
         """
         if not self._active:
             raise RunError("run: MultiLevelCascadeAttentionWrapper has no plan: call plan(...) first.")
         return_lse, natural = checks.flag("return_lse", return_lse, RunError), is_natural(lse_mode)
+        paged_kv_cache = kv_view.with_scales(paged_kv_cache, kv_cache_sf)
+        scales = (None, k_scale, v_scale) if self._has_scales(k_scale, v_scale) else NO_SCALES
         if len(self._active) == 1:
-            return self._active[0].run_of(lse_mode)(q, paged_kv_cache, out, lse, return_lse)
+            return self._active[0].run_of(lse_mode)(q, paged_kv_cache, out, lse, return_lse, scales=scales)
         for name, tensor in (("q", q), ("out", out), ("lse", lse)):
             if tensor is not None or name == "q":
                 checks.tensor(tensor, name, RunError)
@@ -234,12 +242,21 @@ class MultiLevelCascadeAttentionWrapper(Unique):
             out = torch.empty(q.shape, dtype=self._active[0].out_dtype, device=q.device)
         if return_lse and lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        parts = [part_of(attention, q, paged_kv_cache) for attention in self._active]
+        parts = [part_of(attention, q, paged_kv_cache, scales=scales) for attention in self._active]
         merge_parts(parts, out, lse)
         result = (out, lse) if return_lse else out
         return in_base_e(result, lse) if natural else result
 
     forward = run
+
+    def _has_scales(self, *scales: Any) -> bool:
+        """Refuses scales of requests: those of a level are not the caller's."""
+        for name, value in zip(("k_scale", "v_scale"), scales, strict=True):
+            if isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) > 1:
+                raise CapabilityError(
+                    f"{name} has shape {tuple(value.shape)}: pass one value, or one for each KV head."
+                )
+        return any(value is not None for value in scales)
 
     def _check_count(self, name: str, arrays: Any) -> None:
         try:

@@ -55,7 +55,7 @@ inline void store_first(T* destination, FloatLanes x, int count) {
 }
 
 // The type in which products are computed: bf16 for bf16 queries over bf16 or fp8 keys (bf16 holds fp8 exactly), float
-// for everything else.
+// for everything else, formats with scales (rows of u8) included.
 template <class Query, class Kv>
 struct ChooseOperand {
   using type = float;
@@ -64,6 +64,10 @@ struct ChooseOperand {
 template <class Kv>
 struct ChooseOperand<Bf16, Kv> {
   using type = Bf16;
+};
+template <>
+struct ChooseOperand<Bf16, u8> {
+  using type = float;
 };
 #endif
 template <class Query, class Kv>

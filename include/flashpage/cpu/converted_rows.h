@@ -1,4 +1,5 @@
-// Latent rows in fp8, converted to the operands of the products.
+// Rows that are stored in formats (formats/format.h), and latent rows in fp8, converted to the operands of the
+// products.
 #pragma once
 #include "flashpage/cpu/work.h"
 
@@ -43,13 +44,56 @@ void convert_tile(Work<Traits>& work) {
   }
 }
 
-// Fills `rows` with the addresses of the converted rows, and of zeros after them; returns it.
-template <class Traits, class Operand>
-const Operand* const* converted_rows(const Work<Traits>& work, const Operand* (&rows)[Traits::tile_kv]) {
-  const i32 count = work.tile.count;
-  for (i32 i = 0; i < count; ++i) rows[i] = work.made_keys + i * Traits::head_dim_qk;
+// Converts the numbers that share a scale.
+template <class Format>
+void convert_block(const u8* row, int begin, int end, float factor, float zero, float* to) {
+#pragma GCC ivdep
+  for (int i = begin; i < end; ++i) to[i] = (Format::number(stored_number<Format>(row, i)) - zero) * factor;
+}
+
+// Converts a row of `columns` numbers; its scales may start anywhere.
+template <class Format, int columns>
+void convert_format(const u8* row, const u8* scales, float* to) {
+  if constexpr (is_plain_format<Format>) {
+    convert_block<Format>(row, 0, columns, 1.f, 0.f, to);
+  } else {
+    for (int block = 0; block < scales_of_row<Format>(columns); ++block) {
+      typename Format::Scale scale;
+      __builtin_memcpy(&scale, scales + block * sizeof scale, sizeof scale);
+      const int begin = block * Format::scale_columns, end = min_of(columns, begin + Format::scale_columns);
+      convert_block<Format>(row, begin, end, Format::factor(scale), Format::zero(scale), to);
+    }
+  }
+}
+
+template <class Traits>
+void convert_format_keys(Work<Traits>& work) {
+  constexpr int columns = Traits::head_dim_qk;
+  const auto& tile = work.tile;
+  for (i32 i = 0; i < tile.count; ++i)
+    convert_format<KeyFormatOf<Traits>, columns>(tile.keys[i], tile.key_scales[i], work.made_keys + i * columns);
+}
+
+// Values of tokens that a custom mask hides from every row become zeros: their memory may hold NaN, and 0 * NaN is NaN.
+template <class Traits, bool has_mask>
+void convert_format_values(Work<Traits>& work) {
+  constexpr int columns = Traits::head_dim_vo;
+  const auto& tile = work.tile;
+  for (i32 i = 0; i < tile.count; ++i) {
+    float* to = work.made_values + i * columns;
+    if (has_mask && !work.seen[i / num_lanes][i % num_lanes]) {
+      __builtin_memset(to, 0, columns * sizeof *to);
+    } else {
+      convert_format<ValueFormatOf<Traits>, columns>(tile.values[i], tile.value_scales[i], to);
+    }
+  }
+}
+
+// Fills `rows` with the addresses of `count` rows of `columns` at `made`, and of zeros after them.
+template <class Operand, int tokens>
+void rows_at(const Operand* made, int columns, i32 count, const Operand* (&rows)[tokens]) {
+  for (i32 i = 0; i < count; ++i) rows[i] = made + i * columns;
   for (i32 i = count; i < round_up(count, num_lanes); ++i) rows[i] = zero_row<Operand>;
-  return rows;
 }
 
 }  // namespace flashpage::cpu

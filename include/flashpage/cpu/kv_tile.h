@@ -1,6 +1,7 @@
 // A tile of tokens: where its rows of K and V are, and how they are packed into the panels that products read.
 #pragma once
 #include "flashpage/cpu/product.h"
+#include "flashpage/formats/format.h"
 #include "flashpage/params/latent_format.h"
 
 namespace flashpage::cpu {
@@ -19,8 +20,11 @@ struct KvTile {
   i32 begin, count;  // tokens of the request
   const Kv* keys[tokens];
   const Kv* values[tokens];
-  const Kv* key_tails[has_tails ? tokens : 1];                // latent: the columns of K that V lacks
-  LatentParts parts[converts_latents<Traits> ? tokens : 1];   // in fp8, instead of keys, values and tails
+  const Kv* key_tails[has_tails ? tokens : 1];               // latent: the columns of K that V lacks
+  LatentParts parts[converts_latents<Traits> ? tokens : 1];  // in fp8, instead of keys, values and tails
+  // Formats: the scales of each token, instead of which plain elements have null.
+  const u8* key_scales[has_formats<Traits> ? tokens : 1];
+  const u8* value_scales[has_formats<Traits> ? tokens : 1];
   u32 exists[is_selected ? ceil_div(tokens, num_lanes) : 1];  // a bit for each token
 };
 
@@ -77,6 +81,23 @@ void fill_rows(KvTile<Traits>& tile) {
   }
 }
 
+// Tokens that lie one stride apart, and the slot of the first one in a tile.
+struct TokenRun {
+  i64 page, in_page, kv_head;
+  i32 count, slot;
+};
+
+// Finds the scales of a run's tokens. Strides are in bytes.
+template <class Traits>
+void locate_scales(const AttentionParams& params, const TokenRun& run, KvTile<Traits>& tile) {
+  const auto fill = [&](const KvView& view, const u8*(&scales)[KvTile<Traits>::tokens]) {
+    const u8* first = view.data ? kv_row<u8>(view, run.page, run.in_page, run.kv_head) : nullptr;
+    for (i32 i = 0; i < run.count; ++i) scales[run.slot + i] = first ? first + i * view.token_stride : nullptr;
+  };
+  fill(params.key_scales, tile.key_scales);
+  fill(params.value_scales, tile.value_scales);
+}
+
 // Latent rows: `params.k` has the columns that K and V share, `params.v` the tails of K.
 template <class Traits>
 void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_head, KvTile<Traits>& tile) {
@@ -100,6 +121,7 @@ void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_hea
     }
     const Kv* key = kv_row<Kv>(params.k, page, in_page, kv_head);
     const Kv* value = kv_row<Kv>(params.v, page, in_page, kv_head);
+    if constexpr (has_formats<Traits>) locate_scales(params, {page, in_page, kv_head, run, token - tile.begin}, tile);
     for (i32 i = 0, slot = token - tile.begin; i < run; ++i, ++slot) {
       tile.keys[slot] = key + i * params.k.token_stride;
       if constexpr (has_tails) tile.key_tails[slot] = value + i * params.v.token_stride;

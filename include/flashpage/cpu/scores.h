@@ -29,6 +29,22 @@ void load_queries(Work<Traits>& work) {
   }
 }
 
+// Rotates the tile's keys into work.made_keys, where those in formats already are.
+template <class Traits>
+void rotate_tile_keys(Work<Traits>& work) {
+  constexpr int head_dim = Traits::head_dim_qk;
+  work.rotation.start(work.tile.begin);
+  for (i32 i = 0; i < work.tile.count; ++i) {
+    auto* made = work.made_keys + i * head_dim;
+    if constexpr (Work<Traits>::has_formats) {
+      work.rotation.rotate(made, made);
+    } else {
+      work.rotation.rotate(work.tile.keys[i], made);
+    }
+    work.rotation.advance();
+  }
+}
+
 template <class Traits>
 void pack_tile_keys(Work<Traits>& work) {
   using W = Work<Traits>;
@@ -36,21 +52,17 @@ void pack_tile_keys(Work<Traits>& work) {
   constexpr int head_dim = Traits::head_dim_qk;
   auto& tile = work.tile;
   const Ahead<typename Traits::StoredCache, Traits::head_dim_vo> values = {tile.values, tile.count};
-  if constexpr (W::has_rope) {
+  if constexpr (W::has_rope || W::converts || W::has_formats) {
+    if constexpr (W::converts) convert_tile(work);
+    if constexpr (W::has_formats) convert_format_keys(work);
+    if constexpr (W::has_rope) rotate_tile_keys(work);
     const Operand* rows[Traits::tile_kv];
-    work.rotation.start(tile.begin);
-    for (i32 i = 0; i < tile.count; ++i) {
-      work.rotation.rotate(tile.keys[i], work.made_keys + i * head_dim);
-      rows[i] = work.made_keys + i * head_dim;
-      work.rotation.advance();
+    rows_at(work.made_keys, head_dim, tile.count, rows);
+    if constexpr (W::converts || W::has_formats) {
+      pack_keys<Operand, head_dim, W::qk_words>(rows, tile.count, work.panels, Ahead<Operand, head_dim>{rows, 0});
+    } else {
+      pack_keys<Operand, head_dim, W::qk_words>(rows, tile.count, work.panels, values);
     }
-    for (i32 i = tile.count; i < round_up(tile.count, num_lanes); ++i) rows[i] = zero_row<Operand>;
-    pack_keys<Operand, head_dim, W::qk_words>(rows, tile.count, work.panels, values);
-  } else if constexpr (W::converts) {
-    convert_tile(work);
-    const Operand* rows[Traits::tile_kv];
-    pack_keys<Operand, head_dim, W::qk_words>(converted_rows(work, rows), tile.count, work.panels,
-                                              Ahead<Operand, head_dim>{rows, 0});
   } else if constexpr (W::has_tails) {
     constexpr int shared = Traits::head_dim_vo, tail = head_dim - shared;
     pack_keys<Operand, shared, W::qk_words>(tile.keys, tile.count, work.panels, values);

@@ -26,7 +26,10 @@ struct Unit {
 
 inline i32 clamp(i32 x, i32 low, i32 high) { return max_of(low, min_of(x, high)); }
 
-inline float scale_of(const float* scales, i32 stride, i32 head) { return scales ? scales[head * stride] : 1.0f; }
+// `request`: elements from the first scales to those of the request.
+inline float scale_of(const float* scales, i32 stride, i32 head, i32 request) {
+  return scales ? scales[head * stride + request] : 1.0f;
+}
 
 // `begin` and `end` of the rows that this makes never decrease from one packed row to the next.
 inline Row make_row(const AttentionParams& params, const WorkItem& item, i32 kv_head, i32 packed_row) {
@@ -38,8 +41,10 @@ inline Row make_row(const AttentionParams& params, const WorkItem& item, i32 kv_
   result.position = query_position(item, row);
   result.begin = min_of(first_visible(params, result.position, item.kv_begin), item.kv_end);
   result.end = max_of(visible_end(params, result.position, item.kv_end), result.begin);
-  result.scale = params.score_scale * scale_of(params.q_scale, params.q_scale_stride, result.head) *
-                 scale_of(params.k_scale, params.k_scale_stride, kv_head);
+  result.scale =
+      params.score_scale *
+      scale_of(params.q_scale, params.q_scale_stride, result.head, params.q_scale_request_stride * item.request) *
+      scale_of(params.k_scale, params.k_scale_stride, kv_head, params.k_scale_request_stride * item.request);
   return result;
 }
 
@@ -52,7 +57,8 @@ void make_unit(const AttentionParams& params, const WorkItem& item, i32 index, U
   unit.item = &item;
   unit.kv_head = item.kv_head + tile / tiles;
   unit.num_rows = min_of(tile_q, packed_rows - first);
-  unit.value_scale = params.value_scale * scale_of(params.v_scale, params.v_scale_stride, unit.kv_head);
+  unit.value_scale = params.value_scale * scale_of(params.v_scale, params.v_scale_stride, unit.kv_head,
+                                                   params.v_scale_request_stride * item.request);
   for (i32 r = 0; r < unit.num_rows; ++r) unit.rows[r] = make_row(params, item, unit.kv_head, first + r);
   unit.begin = unit.rows[0].begin;
   unit.end = unit.rows[unit.num_rows - 1].end;

@@ -15,10 +15,16 @@ void drop_unseen_values(Work<Traits>& work) {
 template <class Traits>
 void pack_tile_values(Work<Traits>& work) {
   using W = Work<Traits>;
-  if constexpr (W::converts) {
+  if constexpr (W::converts || W::has_formats) {
     const typename W::Operand* rows[Traits::tile_kv];
-    pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(converted_rows(work, rows), work.tile.count,
-                                                                  work.panels, Ahead<typename W::Operand, 1>{rows, 0});
+    if constexpr (W::has_formats) {
+      convert_format_values<Traits, has_custom_mask<Traits>>(work);
+      rows_at(work.made_values, W::head_dim_vo, work.tile.count, rows);
+    } else {
+      rows_at(work.made_keys, W::head_dim_qk, work.tile.count, rows);
+    }
+    pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(rows, work.tile.count, work.panels,
+                                                                  Ahead<typename W::Operand, 1>{rows, 0});
     return;
   }
   if constexpr (has_custom_mask<Traits>) drop_unseen_values(work);

@@ -36,6 +36,7 @@ struct Work {
   static constexpr int key_words = qk_words * round_up(tile_kv, panel_width);
   static constexpr int value_words = kv_steps * round_up(head_dim_vo, panel_width);
   static constexpr bool has_tails = is_latent<Traits::kv_source>, converts = converts_latents<Traits>;
+  static constexpr bool has_formats = flashpage::has_formats<Traits>;
   static constexpr bool has_rope = Traits::position_encoding == PositionEncoding::rope;
   static_assert(tile_kv % num_lanes == 0 && head_dim_qk % 8 == 0 && head_dim_vo % 8 == 0);
   static_assert(head_dim_qk <= max_head_dim && head_dim_vo <= max_head_dim);
@@ -51,8 +52,10 @@ struct Work {
   MaskLanes seen[tile_kv / num_lanes];  // custom masks: tokens of the tile that any row sees
 
   alignas(64) Operand queries[tile_q * head_dim_qk];
-  alignas(64) Operand made_keys[has_rope || converts ? tile_kv * head_dim_qk : 1];  // rotated, or converted from fp8
-  alignas(64) u32 panels[max_of(key_words, value_words)];                           // the tile's keys, later its values
+  // Rotated, or converted from what is stored: latent rows in fp8 (which are V as well), or formats.
+  alignas(64) Operand made_keys[has_rope || converts || has_formats ? tile_kv * head_dim_qk : 1];
+  alignas(64) Operand made_values[has_formats ? tile_kv * head_dim_vo : 1];
+  alignas(64) u32 panels[max_of(key_words, value_words)];  // the tile's keys, later its values
   alignas(64) float scores[strip_rows * tile_kv];
   alignas(64) Operand weights[tile_q * tile_kv];
   alignas(64) float out[tile_q * out_stride];

@@ -85,7 +85,7 @@ struct WideUnits {
       shared.cursor.next(params, Shared::unit_rows, 1, shared.places[shared.place_ring.slot(use - 1)].place, to.place);
     }
     const Unit& unit = to.place.unit;
-    to.scale = latent_score_scale<Traits>(params, unit);
+    to.scale = latent_score_scale<Traits>(params, to.place.item, unit);
     to.first_token = Traits::loader == Loader::boxes ? unit.kv_begin & -params.box_tokens : unit.kv_begin;
     to.blocks = unit.kv_end > unit.kv_begin ? ceil_div(unit.kv_end - to.first_token, Shared::tokens) : 0;
     ptx::mbarrier_arrive(shared.place_ring.full_barrier(use));

@@ -1,5 +1,6 @@
 // Launch parameters of the kernels. The CPU, the card and Python use the same structs; csrc/abi_structs.py generates
-// Python's from this file. Strides are in elements; the last dimension of every tensor is contiguous.
+// Python's from this file. Strides are in elements; the last dimension of every tensor is contiguous. Strides of K and
+// V in formats (formats/format.h), and of their scales, are in bytes.
 #pragma once
 #include "flashpage/common/math.h"
 #include "flashpage/common/tensor_map.h"
@@ -25,6 +26,8 @@ struct AttentionParams {
   i64 out_head_stride;
   KvView k;
   KvView v;
+  KvView key_scales;  // formats with scales: those of a token and head are contiguous, as their numbers are
+  KvView value_scales;
   const i32* kv_indices;   // paged: page numbers; WorkItem::kv_offset is an index into it
   const PlanHeader* plan;  // followed by CTA ranges, work items and merge items
   float* partial_out;      // [partial rows, head_dim_vo]
@@ -35,11 +38,14 @@ struct AttentionParams {
   const float* q_scale;    // device scalars or per-head vectors that multiply the float scales; null: 1
   const float* k_scale;
   const float* v_scale;
-  i32 q_scale_stride;  // 0: one value; 1: [num_q_heads]
-  i32 k_scale_stride;  // 0: one value; 1: [num_kv_heads]
-  i32 v_scale_stride;  // 0: one value; 1: [num_kv_heads]
-  float score_scale;   // sm_scale times the float q and k scales
-  float value_scale;   // the float v scale
+  i32 q_scale_stride;          // 0: one value; 1: [num_q_heads]
+  i32 k_scale_stride;          // 0: one value; 1: [num_kv_heads]
+  i32 v_scale_stride;          // 0: one value; 1: [num_kv_heads]
+  i32 q_scale_request_stride;  // elements from a request's scales to the next one's; 0: all requests share them
+  i32 k_scale_request_stride;
+  i32 v_scale_request_stride;
+  float score_scale;  // sm_scale times the float q and k scales
+  float value_scale;  // the float v scale
   i32 num_q_heads;
   i32 num_kv_heads;
   i32 causal;        // right-aligned: row r sees tokens <= kv_len - q_len + r
@@ -124,6 +130,27 @@ struct AppendParams {
   const i32* kv_indptr;      // [batch + 1]
   const i32* kv_indices;
   i32 nnz, num_kv_heads, head_dim_qk, head_dim_vo;
+  FastDiv page;
+};
+
+// append_quantised: as append_paged_kv_cache, with rows of 16 or 32 bits that are quantised to the formats of K and V
+// (formats/format.h) as they are written.
+struct AppendQuantisedParams {
+  const void* append_key;                                                    // [nnz, num_kv_heads, head_dim_qk]
+  const void* append_value;                                                  // [nnz, num_kv_heads, head_dim_vo]
+  i64 key_row_stride, key_head_stride, value_row_stride, value_head_stride;  // elements
+  KvView k, v;                                                               // the cache (written)
+  KvView key_scales, value_scales;                                           // of formats that have scales (written)
+  const float* k_scale;  // one value, by which elements are divided in addition to the float scales; null: 1
+  const float* v_scale;
+  const i32* batch_indices;  // [nnz]; null: positions are slots, page * page size + token in page
+  const i32* positions;      // [nnz]; a negative slot, or the position of a negative request, is skipped
+  const i32* kv_indptr;      // [batch + 1]; null for slots
+  const i32* kv_indices;     // null for slots
+  i32 nnz, num_kv_heads;
+  i32 num_slots;     // of the cache; later slots, which only `positions` as slots can name, are skipped
+  i32 rotates_keys;  // 1: rows of K are first multiplied by a Hadamard matrix over sqrt(head_dim_qk), a power of two
+  float key_divisor, value_divisor;  // the float scales
   FastDiv page;
 };
 

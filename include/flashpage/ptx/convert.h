@@ -99,10 +99,13 @@ FP_DEVICE u32 negative_fma_half2(u32 a, u32 b, u32 c) {
   return difference;
 }
 
+FP_DEVICE u32 fma_bf162(u32 a, u32 b, u32 c) {
+  u32 sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
 FP_DEVICE u32 mul_bf162(u32 a, u32 b) {
-  u32 product;  // fma with -0: sm_80 has no bf16 multiply
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
-  return product;
+  return fma_bf162(a, b, 0x80008000);  // sm_80 has no bf16 multiply
 }
 
 // Widens four fp8 bytes to two pairs of 16-bit elements, exactly for every finite value: the magnitude is shifted to

@@ -10,20 +10,24 @@ EXPECTED: list[tuple[str, str, str]] = [
     ("single_*.[kv].shape-empty", "clean", ""),
     ("*.workspace_size.*last_page_len.none", "clean", ""),  # the bound holds for full pages
     ("merge_*.shape-narrow", "clean", ""),
-    ("append_paged*.batch_indices.range-negative", "clean", ""),
-    ("append_paged*.kv_last_page_len.range-*", "clean", ""),  # only its length is looked at
-    ("append_paged*.kv_indptr.range-2^30", "clean", ""),  # entries of which no new token needs a page
-    ("append_paged*.kv_indices.range-negative", "clean", ""),
+    ("*append_paged*.batch_indices.range-negative", "clean", ""),
+    ("*append_paged*.kv_last_page_len.range-*", "clean", ""),  # only its length is looked at
+    ("*append_paged*.kv_indptr.range-2^30", "clean", ""),  # entries of which no new token needs a page
+    ("*append_paged*.kv_indices.range-negative", "clean", ""),
     ("get_batch_indices_positions.*.batch_indices.range-*", "clean", ""),  # written, never read
     ("get_batch_indices_positions.*.positions.range-*", "clean", ""),
     ("gather_slots.*.indices.range-*", "clean", ""),
-    ("append_paged*.paged_kv_cache.pair-list", "clean", ""),  # the result then is a list of two tensors
+    ("*append_paged*.paged_kv_cache.pair-list", "clean", ""),  # the result then is a list of two tensors
     ("get_batch_indices_positions.*.append_indptr.range-*", "clean", ""),
     ("get_batch_indices_positions.*.seq_lens.range-*", "clean", ""),  # checking values would wait for the device
     ("get_seq_lens.*.range-*", "clean", ""),
     ("get_seq_lens.*.dtype-int64", "clean", ""),  # the result has the lengths' type
     ("get_seq_lens.*.kv_indptr.falls", "clean", ""),
     ("segment_packbits.*.indptr.shape-long", "clean", ""),  # an empty segment
+    ("append_paged_kv_cache.*.[kv]_scale.one*", "error", ""),  # without kv_format
+    ("nvfp4_quantize*.[kv]_scale.none", "clean", ""),  # 1
+    ("nvfp4_quantize*.slot_mapping.shape-*", "clean", ""),  # rows without a slot are not written
+    ("nvfp4_quantize*.slot_mapping.range-negative", "clean", ""),
     ("reshape_and_cache*.slot_mapping.shape-*", "clean", ""),  # vLLM pads keys: slots decide how many are written
     ("reshape_and_cache*.slot_mapping.range-negative", "clean", ""),  # left out
     ("split_kv_cache.*.kv_cache.dtype-*", "clean", ""),  # views of any type

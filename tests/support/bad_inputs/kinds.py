@@ -340,6 +340,12 @@ REFUSED = (
     Badness("tensor", "error", lambda make, value: make.ones(2)),
 )
 REFUSED_WORD = (Badness("unknown", "error", constant("e")), Badness("number", "error", constant(3)))
+FORMAT = (
+    Badness("unknown", "error", constant("int5")),
+    Badness("number", "error", constant(3)),
+    Badness("three", "error", constant(("nvfp4",) * 3)),
+    Badness("list", "error", constant([])),
+)
 TOLD_LATER = (Badness("number", "clean", constant(3)),)  # checked only if other arguments are given, too
 CALLABLE = (Badness("number", "error", constant(3)), Badness("text", "error", constant("score")))
 EXPRESSION = (Badness("number", "error", constant(3)), Badness("brackets", "error", constant("score + (a")))
@@ -410,6 +416,8 @@ _kind(
     "block_mask custom_mask_d packed_custom_mask_d return_lse_p return_lse_d",
 )
 _kind(REFUSED_WORD, "lse_base lse_layout lse_mode")
+_kind(FORMAT, "kv_format")
+_kind(LISTS, "slot_mapping")
 _kind(BITS, "x")
 _kind(CALLABLE, "score_mod mask_mod")
 _kind(EXPRESSION, "logit")

@@ -6,7 +6,7 @@ share compiled kernels, most rows use head dim 64 and one of few dtype pairs, an
 
 from __future__ import annotations
 
-from . import chunks, few_rows, fp8_prefill, fp8_queries, gathered, latent, long, options, pairs, shapes
+from . import chunks, few_rows, formats, fp8_prefill, fp8_queries, gathered, latent, long, options, pairs, shapes
 from .case import Case
 
 CASES: list[Case] = [
@@ -20,5 +20,6 @@ CASES: list[Case] = [
     *long.rows(),
     *gathered.rows(),
     *latent.rows(),
+    *formats.rows(),
 ]
 REDUCED: list[Case] = [case for case in CASES if case.reduced]  # a short table for compute-sanitizer

@@ -26,6 +26,7 @@ class Case:
     head_dim_vo: int = 0  # 0: head_dim
     q_dtype: str = "bfloat16"
     kv_dtype: str = ""  # "": q's
+    kv_format: str = ""  # K and V in a format with scales, or in two, joined by "+"
     o_dtype: str = ""  # "": not given: q's, or bfloat16 if that is fp8
     # each row of q lists the tokens that it sees: padded (entries of -1) | lengths (entries after topk_length are not
     # read); "": all tokens
@@ -71,7 +72,7 @@ class Case:
 
     @property
     def kv_type(self) -> str:
-        return self.kv_dtype or self.q_dtype
+        return "uint8" if self.kv_format else self.kv_dtype or self.q_dtype
 
     @property
     def packed_format(self) -> str:
@@ -80,7 +81,7 @@ class Case:
 
     @property
     def has_uneven_scales(self) -> bool:
-        return self.row_format.endswith("-uneven")
+        return self.row_format.endswith("-uneven") or "_token" in self.kv_format
 
     @property
     def out_type(self) -> str:

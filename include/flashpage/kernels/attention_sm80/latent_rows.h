@@ -116,7 +116,7 @@ struct LatentAttention {
     multiply_keys<Traits>(
         scores, rows, lane(),
         [&](u32(&a)[S::row_tiles][4], int step) { load_query_fragment<Traits>(a, ptx::opaque(query), step); }, nothing);
-    const float scale = latent_score_scale<Traits>(params, unit);
+    const float scale = latent_score_scale<Traits>(params, place.item, unit);
     const WarpRows warp_rows{params, place.item, unit, warp_row(), lane()};
     if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, warp_rows, args, first);
     if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, warp_rows, args, first);

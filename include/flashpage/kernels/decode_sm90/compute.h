@@ -79,7 +79,7 @@ struct DecodeCompute {
     state.clear();
     const WarpRows rows{params, item, unit, first_row, lane};
     if (rank == 0 && params.sinks) begin_with_sinks(state, rows);
-    float scale = score_scale_of<Traits>(params, unit);
+    float scale = score_scale_of<Traits>(params, item, unit);
     if constexpr (S::rotate) {
       rotate_query_by_table<Traits>(query_tile, shared.rotations, params, item, unit, thread);
       ptx::named_barrier(all_barrier, threads);

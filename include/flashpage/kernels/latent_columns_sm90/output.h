@@ -84,7 +84,8 @@ struct ColumnsOutput {
     const WorkItem& item = place.item;
     const Unit& unit = place.unit;
     const int row = first_row + half * 8, rank = static_cast<int>(ptx::cluster_rank());
-    const float factor = total == 0.f ? 0.f : latent_value_scale<Traits>(params, unit) * ptx::reciprocal_approx(total);
+    const float factor =
+        total == 0.f ? 0.f : latent_value_scale<Traits>(params, item, unit) * ptx::reciprocal_approx(total);
     const bool exists = row < unit.num_rows;
     if (exists && writes_lse && rank == 0 && lane % 4 == 0) {
       if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);

@@ -67,7 +67,7 @@ struct LatentCompute {
     state.clear();
     if (params.sinks && item.piece == 0) begin_with_sinks(state, unit);
     others_were_done = false;
-    const float scale = latent_score_scale<Traits>(params, unit);
+    const float scale = latent_score_scale<Traits>(params, item, unit);
     for (int slot = 0; slot < slotted.slots; ++slot) {
       const i32 first = slotted.first_token + slot * tokens;
       u8* tile = shared.slots[shared.ring.slot(use + slot)];

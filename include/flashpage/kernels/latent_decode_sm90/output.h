@@ -30,7 +30,7 @@ struct LatentOutput {
     const int name = barrier + 1 + team;
     share_sums(state);
     ptx::named_barrier(name, 128);
-    const float value_scale = latent_value_scale<Traits>(params, unit);
+    const float value_scale = latent_value_scale<Traits>(params, item, unit);
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
       float factor[2];

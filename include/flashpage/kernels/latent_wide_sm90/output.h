@@ -32,7 +32,7 @@ struct WideOutput {
       if (lane % 4 == 0) shared.sums[group][row_in_cta + half * 8] = sum;
     }
     meet();
-    const float value_scale = value_scale_of(params, unit.kv_head);
+    const float value_scale = value_scale_of(params, item, unit.kv_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + row_in_cta + half * 8;

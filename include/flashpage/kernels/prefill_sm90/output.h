@@ -41,7 +41,7 @@ struct PrefillOutput {
     const int first_row = static_cast<int>(ptx::opaque(this->first_row)),
               group = static_cast<int>(ptx::opaque(this->group));
     const bool is_partial = item.partial_row >= 0;
-    const float value_scale = value_scale_of(params, unit.kv_head);
+    const float value_scale = value_scale_of(params, item, unit.kv_head);
     float sum[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -93,7 +93,7 @@ struct ScoreRules {
 
  private:
   FP_DEVICE float scale_of(const Pipeline<Traits>& pipeline, int first_row) const {
-    float scale = score_scale_of<Traits>(params, tiled.place.unit);
+    float scale = score_scale_of<Traits>(params, tiled.place.item, tiled.place.unit);
     if constexpr (Warps::converts) scale *= pipeline.query_factor(first_row / 16);
     return scale;
   }

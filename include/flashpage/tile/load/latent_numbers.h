@@ -9,13 +9,13 @@ namespace flashpage {
 
 // As score_scale_of and value_scale_of; the scales of fp8 rows are applied to their elements.
 template <class Traits>
-FP_DEVICE float latent_score_scale(const AttentionParams& params, const Unit& unit) {
-  if constexpr (!converts_latents<Traits>) return score_scale_of<Traits>(params, unit);
+FP_DEVICE float latent_score_scale(const AttentionParams& params, const WorkItem& item, const Unit& unit) {
+  if constexpr (!converts_latents<Traits>) return score_scale_of<Traits>(params, item, unit);
   return params.score_scale * log2_e;
 }
 template <class Traits>
-FP_DEVICE float latent_value_scale(const AttentionParams& params, const Unit& unit) {
-  return converts_latents<Traits> ? params.value_scale : value_scale_of(params, unit.kv_head);
+FP_DEVICE float latent_value_scale(const AttentionParams& params, const WorkItem& item, const Unit& unit) {
+  return converts_latents<Traits> ? params.value_scale : value_scale_of(params, item, unit.kv_head);
 }
 
 FP_DEVICE float latent_scale(float scale) { return scale; }

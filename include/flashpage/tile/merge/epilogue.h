@@ -6,8 +6,10 @@
 
 namespace flashpage {
 
-FP_DEVICE float value_scale_of(const AttentionParams& params, i32 kv_head) {
-  return params.v_scale ? params.value_scale * params.v_scale[params.v_scale_stride * kv_head] : params.value_scale;
+FP_DEVICE float value_scale_of(const AttentionParams& params, const WorkItem& item, i32 kv_head) {
+  if (!params.v_scale) return params.value_scale;
+  return params.value_scale *
+         params.v_scale[params.v_scale_stride * kv_head + params.v_scale_request_stride * item.request];
 }
 
 // The element offset of a unit's row in out, or in the partial buffer if the unit is cut.

@@ -21,10 +21,12 @@ using SoftCapOf = SoftCap<approximates_tanh<Traits>>;
 // The factor from a raw score to base 2, or to natural-log units if there is a logit transform. transform_scores
 // applies a per-head q_scale.
 template <class Traits>
-FP_DEVICE float score_scale_of(const AttentionParams& params, const Unit& unit) {
+FP_DEVICE float score_scale_of(const AttentionParams& params, const WorkItem& item, const Unit& unit) {
   float scale = params.score_scale;
-  if (params.k_scale) scale *= params.k_scale[params.k_scale_stride * unit.kv_head];
-  if (params.q_scale && params.q_scale_stride == 0) scale *= *params.q_scale;
+  if (params.k_scale)
+    scale *= params.k_scale[params.k_scale_stride * unit.kv_head + params.k_scale_request_stride * item.request];
+  if (params.q_scale && params.q_scale_stride == 0)
+    scale *= params.q_scale[params.q_scale_request_stride * item.request];
   return Traits::Variant::has_logit ? scale : scale * log2_e;
 }
 
@@ -73,7 +75,8 @@ FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows) {
   const bool by_head = scales_heads(params);
   return [&params, &rows, scale, by_head](int m, int half) {
     const PackedRow row = rows.row(m, half);
-    const float row_scale = by_head ? params.q_scale[row.head] * scale : scale;
+    const i32 first = params.q_scale_request_stride * rows.item.request;
+    const float row_scale = by_head ? params.q_scale[first + row.head] * scale : scale;
     return TransformedRow{row_scale, row.head, query_position(rows.item, row.row)};
   };
 }

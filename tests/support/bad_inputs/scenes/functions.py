@@ -41,6 +41,18 @@ def _functions() -> list[Scene]:
         del given["append_key"], given["append_value"], given["paged_kv_cache"]
         return new | caches | given
 
+    def append_nvfp4(make: Make) -> Arguments:
+        cache, scales = make.empty(PAGES, PAGE, KV_HEADS, DIM // 2, dtype=torch.uint8), torch.float8_e4m3fn
+        shape = (PAGES, PAGE, KV_HEADS, DIM // 16)
+        halves = {"paged_kv_cache": (cache, cache.clone())}
+        halves |= {"kv_cache_sf": (make.empty(*shape, dtype=scales), make.empty(*shape, dtype=scales))}
+        return append(make) | halves | {"k_scale": make.ones(1), "v_scale": make.ones(1)}
+
+    def append_slots(make: Make) -> Arguments:
+        given = append_nvfp4(make) | {"slot_mapping": make.ints(35, 3)}
+        lists = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
+        return {name: value for name, value in given.items() if name not in lists}
+
     new_lens = lambda make: {"append_indptr": make.ints(0, 1, 3), "seq_lens": make.ints(18, 4), "nnz": 3}
     indices = lambda make: {"batch_indices": make.ints(0, 0, 0), "positions": make.ints(0, 0, 0)}
     scales = lambda make: {"q_scale": make.ones(1), "k_scale": make.ones(1), "v_scale": make.ones(1)}
@@ -61,6 +73,10 @@ def _functions() -> list[Scene]:
         ),
         function("cascade:merge_states", lambda make: state(make, "v", "s", states=2)),
         function("page:append_paged_kv_cache", append, results=("paged_kv_cache",)),
+        function("page:nvfp4_quantize_append_paged_kv_cache", append_nvfp4, results=("paged_kv_cache",)),
+        function(
+            "page:nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", append_slots, results=("paged_kv_cache",)
+        ),
         function("page:append_paged_mla_kv_cache", append_mla, results=("ckv_cache", "kpe_cache")),
         function("page:get_batch_indices_positions", new_lens, indices),
         function("page:get_seq_lens", lens),

@@ -1,4 +1,4 @@
-// Conversions on the host: 16-bit numbers, fp8 to fp16, and to and from e4m3. Other conversions are only declared.
+// Conversions on the host: 16-bit numbers and their arithmetic, fp8 to 16 bits, and to and from e4m3.
 #pragma once
 #include "hopper.h"
 
@@ -74,19 +74,33 @@ u32 pack4(float first, float second, float third, float fourth) {
 }
 template <class Wide, class Narrow>
 void widen4(u32 four, u32& pair0, u32& pair1) {
-  static_assert(is_same<Wide, Half> && is_fp8<Narrow>);
+  static_assert(is_fp8<Narrow>);
   u32 wide[4];
   for (int i = 0; i < 4; ++i) {
     const u8 bits = four >> 8 * i & 0xff;
-    wide[i] = is_same<Narrow, E4m3> ? hopper::to_half(hopper::of_e4m3(bits)) : bits << 8;
+    const float number = is_same<Narrow, E4m3> ? hopper::of_e4m3(bits) : hopper::of_half(bits << 8);
+    wide[i] = !is_same<Wide, Half>    ? hopper::to_bf16(number)
+              : is_same<Narrow, E4m3> ? hopper::to_half(number)
+                                      : bits << 8;
   }
   pair0 = wide[0] | wide[1] << 16;
   pair1 = wide[2] | wide[3] << 16;
 }
 
-u32 mul_half2(u32, u32);
-u32 fma_half2(u32, u32, u32);
-u32 negative_fma_half2(u32, u32, u32);
+// of(low, low of b, low of c) and of(high, ...), rounded once: sums of these products are exact in double.
+template <class Of, class To>
+u32 pairwise(u32 a, u32 b, u32 c, double sign, Of of, To to) {
+  const auto one = [&](int shift) {
+    const double product = sign * of(a >> shift & 0xffff) * double{of(b >> shift & 0xffff)};
+    return (to(static_cast<float>(product + of(c >> shift & 0xffff))) & 0xffff) << shift;
+  };
+  return one(0) | one(16);
+}
+inline u32 fma_half2(u32 a, u32 b, u32 c) { return pairwise(a, b, c, 1, hopper::of_half, hopper::to_half); }
+inline u32 negative_fma_half2(u32 a, u32 b, u32 c) { return pairwise(a, b, c, -1, hopper::of_half, hopper::to_half); }
+inline u32 mul_half2(u32 a, u32 b) { return fma_half2(a, b, 0x80008000); }
+inline u32 fma_bf162(u32 a, u32 b, u32 c) { return pairwise(a, b, c, 1, hopper::of_bf16, hopper::to_bf16); }
+inline u32 mul_bf162(u32 a, u32 b) { return fma_bf162(a, b, 0x80008000); }
 inline u32 byte_permute(u32 low, u32 high, u32 selector) {
   const u64 bytes = static_cast<u64>(high) << 32 | low;
   u32 chosen = 0;

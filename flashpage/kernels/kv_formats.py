@@ -1,0 +1,209 @@
+"""How caches store rows of K and V: plain elements, or numbers with scales (include/flashpage/formats)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ..base import checks
+from ..base.dtypes import DType
+from ..base.errors import PlanError
+
+PLAIN = "plain"  # KernelSpec.k_format and v_format: elements of kv_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class KvFormat:
+    """How a row of K or V is stored. include/flashpage/formats/HEADER.h converts it."""
+
+    name: str
+    header: str  # file of include/flashpage/formats, without .h
+    cpp: str  # its struct
+    stored: tuple[str, ...]  # torch's names of types that the tensor may have; a type may hold two numbers of 4 bits
+    bits: int  # of a number
+    scale_columns: int  # columns that share a scale; 0: no scales of its own; WHOLE_ROW: one for a token and head
+    scales: tuple[str, ...]  # torch's names of types that scales may have
+    has_zero: bool  # whether a scale holds a zero point
+    is_rotated: bool  # rows are multiplied by a Hadamard matrix as they are appended, and so are queries: for K alone
+    why: str
+
+    @property
+    def is_plain(self) -> bool:
+        return self.scale_columns == 0
+
+    @property
+    def stored_size(self) -> int:
+        """Bytes of an element of the tensor."""
+        return max(1, self.bits // 8)
+
+    @property
+    def scale_size(self) -> int:
+        """Bytes of a scale."""
+        return 0 if self.is_plain else torch_dtype(self.scales[0]).itemsize
+
+    def stored_columns(self, columns: int) -> int:
+        """Elements of a row in the tensor."""
+        return columns * self.bits // 8 // self.stored_size
+
+    def row_bytes(self, columns: int) -> int:
+        return columns * self.bits // 8
+
+    def row_scales(self, columns: int) -> int:
+        """Scales of a row."""
+        return 0 if self.is_plain else -(-columns // self.scale_columns)
+
+    def token_bytes(self, columns: int) -> int:
+        """Bytes of a row with its scales."""
+        return self.row_bytes(columns) + self.row_scales(columns) * self.scale_size
+
+
+WHOLE_ROW = 1 << 16  # whole_row of include/flashpage/formats/format.h
+
+
+def _of_tokens(name: str, cpp: str, stored: tuple[str, ...], bits: int, why: str, **others: Any) -> KvFormat:
+    header = name.removesuffix("_rotated")
+    flags = {"has_zero": False, "is_rotated": False} | others
+    return KvFormat(name, header, cpp, stored, bits, WHOLE_ROW, ("float32",), why=why, **flags)
+
+
+_FP4 = ("uint8", "float4_e2m1fn_x2")
+_ROWS = (
+    KvFormat(
+        *("nvfp4", "nvfp4", "Nvfp4", _FP4, 4, 16, ("float8_e4m3fn", "uint8"), False, False),
+        why="FlashInfer's and vLLM's cache of 4.5 bits: e2m1, an e4m3 scale for 16 columns, k_scale and v_scale",
+    ),
+    _of_tokens("e4m3_token", "E4m3Token", ("float8_e4m3fn", "uint8"), 8, "fp8 that needs no calibration"),
+    _of_tokens("int8_token", "Int8Token", ("int8",), 8, "as e4m3_token, with an error of half a step everywhere"),
+    _of_tokens(
+        *("int4_token", "Int4Token", ("uint8",), 4, "vLLM's int4_per_token_head, 4.25 bits for 128 columns"),
+        has_zero=True,
+    ),
+    _of_tokens(
+        *("int4_token_rotated", "Int4Token", ("uint8",), 4, "int4_token whose outlier channels are spread over a row"),
+        has_zero=True,
+        is_rotated=True,
+    ),
+)
+FORMATS = {row.name: row for row in _ROWS}
+_PLAIN = {
+    dtype.value: KvFormat(
+        name=dtype.value,
+        header="format",
+        cpp=f"PlainFormat<{dtype.cpp}>",
+        stored=(dtype.value,),
+        bits=8 * dtype.size,
+        scale_columns=0,
+        scales=(),
+        has_zero=False,
+        is_rotated=False,
+        why="elements as they are",
+    )
+    for dtype in DType.elements()
+}
+NAMES = (PLAIN, *FORMATS, *_PLAIN)  # of KernelSpec.k_format and v_format
+
+
+def find(name: str, kv_dtype: DType) -> KvFormat:
+    """The format of that name; PLAIN: of elements of kv_dtype."""
+    return FORMATS.get(name) or _PLAIN[kv_dtype.value if name == PLAIN else name]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredAs:
+    """Fields of Options that say how K and V are stored."""
+
+    kv_dtype: DType  # BYTES: k_format and v_format say it
+    k_format: str = PLAIN
+    v_format: str = PLAIN
+
+
+def check(kv_format: Any, kv_data_type: Any, q_dtype: DType) -> StoredAs:
+    """From the arguments of plan: kv_format is a name, or a pair of names and element types for K and V."""
+    if kv_format is None:
+        if is_fp4(kv_data_type):
+            return StoredAs(DType.BYTES, "nvfp4", "nvfp4")
+        return StoredAs(q_dtype if kv_data_type is None else _element_type(kv_data_type))
+    is_pair = isinstance(kv_format, (tuple, list))
+    if is_pair and len(kv_format) != 2:
+        raise PlanError(f"kv_format has {len(kv_format)} entries: pass one name, or a pair for K and V.")
+    k, v = (_name(entry, q_dtype) for entry in (kv_format if is_pair else (kv_format, kv_format)))
+    if v in FORMATS and FORMATS[v].is_rotated:
+        if is_pair:
+            raise PlanError(f"kv_format={checks.shown(kv_format)}: rows of V are not rotated: pass {v[:-8]!r} for V.")
+        v = v.removesuffix("_rotated")
+    if k == v and k in _PLAIN:
+        raise PlanError(f"kv_format={checks.shown(kv_format)} is an element type: pass it as kv_data_type.")
+    if k in FORMATS and FORMATS[k].is_rotated and q_dtype.is_fp8:
+        raise PlanError(f"kv_format={k!r} rotates queries, which q_data_type {q_dtype.value} is too coarse for.")
+    _check_data_type(kv_data_type, k, v)
+    return StoredAs(DType.BYTES, k, v)
+
+
+def is_fp4(kv_data_type: Any) -> bool:
+    return str(kv_data_type).removeprefix("torch.") in FORMATS["nvfp4"].stored
+
+
+def _element_type(kv_data_type: Any) -> DType:
+    if str(kv_data_type).removeprefix("torch.") == "int8":
+        raise PlanError("kv_data_type=torch.int8 has no scales of its own: pass kv_format='int8_token'.")
+    return checks.dtype("kv_data_type", kv_data_type)
+
+
+def _name(entry: Any, q_dtype: DType) -> str:
+    """The name of one side's format; None: q's type."""
+    if isinstance(entry, str) and entry in FORMATS:
+        return entry
+    if entry is None:
+        return q_dtype.value
+    try:
+        return DType.of(entry).value
+    except (KeyError, TypeError):
+        raise PlanError(
+            f"kv_format={checks.shown(entry)} is unknown: pass {', '.join(map(repr, FORMATS))}, or a pair of these "
+            "and element types for K and V."
+        ) from None
+
+
+def _check_data_type(kv_data_type: Any, k: str, v: str) -> None:
+    """kv_data_type may repeat the type of the tensors."""
+    if kv_data_type is None:
+        return
+    given = str(kv_data_type.value if isinstance(kv_data_type, DType) else kv_data_type).removeprefix("torch.")
+    stored = [find(name, DType.BYTES).stored for name in (k, v)]
+    if not all(given in names for names in stored):
+        raise PlanError(
+            f"kv_data_type={checks.shown(kv_data_type)} is not how kv_format={(k, v)} is stored "
+            f"({stored[0][0]}, {stored[1][0]}): leave kv_data_type None."
+        )
+
+
+def columns_of(row: torch.Tensor, kv_format: Any, kv_data_type: Any, q_dtype: DType, side: int) -> int:
+    """head_dim of a tensor of K (side 0) or V (1), whose last dimension holds stored numbers."""
+    stored = check(kv_format, kv_data_type, q_dtype)
+    found = find((stored.k_format, stored.v_format)[side], stored.kv_dtype)
+    return row.shape[-1] * found.stored_size * 8 // found.bits
+
+
+def check_columns(
+    stored: StoredAs,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    names: tuple[str, str] = ("head_dim_qk", "head_dim_vo"),
+) -> None:
+    """Rows of 4 bits start on 8 bytes, and blocks of columns are whole. `names`: the caller's."""
+    for name, dim, side in zip(names, (head_dim_qk, head_dim_vo), (stored.k_format, stored.v_format), strict=True):
+        if side not in FORMATS:
+            continue
+        if FORMATS[side].bits == 4 and dim % 16:
+            raise PlanError(f"{name}={dim} is not a multiple of 16, which rows of {side} have: pad the rows.")
+        if FORMATS[side].is_rotated and dim & (dim - 1):
+            raise PlanError(
+                f"{name}={dim} is not a power of two, as rows of {side} must be: pass kv_format={side[:-8]!r}."
+            )

@@ -1,0 +1,67 @@
+"""The scales of q, K and V that runs are given: numbers, and tensors that the kernel reads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..base import checks, tensor_memory
+from ..base.errors import RunError
+
+
+class Scale(NamedTuple):
+    """A number, or 1 and where a kernel finds fp32 scales."""
+
+    number: float = 1.0
+    address: int | None = None
+    head_stride: int = 0  # elements; 0: one value for all heads
+    request_stride: int = 0
+
+
+def scale_of(value: Any, name: str, heads: int, device: torch.device, requests: int = 0) -> Scale:
+    """A scale of one value, of [heads] or, if there may be one for each of `requests`, of [requests, heads] or
+    [requests, 1]."""
+    if value is None:
+        return Scale()
+    if not isinstance(value, torch.Tensor):
+        return Scale(checks.real(name, value, error=RunError))
+    checks.tensor(value, name, RunError)
+    if value.numel() == 1 and value.is_cpu:
+        return Scale(checks.real(name, value.item(), error=RunError))
+    checks.same_device(value, device, name, RunError)
+    of_requests = requests > 0 and value.dim() == 2 and len(value) > 1 and value.shape[1] in (1, heads)
+    if of_requests and (value.numel() != heads or len(value) == requests):
+        return _of_requests(value, name, requests)
+    if value.numel() not in (1, heads):
+        shapes = f" ([{heads}]), or for each request [{requests}, {heads}] or [{requests}, 1]" if requests else ""
+        raise RunError(f"{name} has {value.numel()} entries: pass one, or one for each head ({heads}){shapes}.")
+    if value.dtype != torch.float32 or not value.is_contiguous():
+        raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
+    return Scale(1.0, tensor_memory.address(value, name, RunError), int(value.numel() > 1))
+
+
+def _of_requests(value: torch.Tensor, name: str, requests: int) -> Scale:
+    if len(value) < requests:
+        raise RunError(
+            f"{name} has shape {tuple(value.shape)} but the plan has {requests} requests: "
+            f"pass [{requests}, {value.shape[1]}]."
+        )
+    by_head = value.shape[1] > 1
+    if value.dtype != torch.float32 or (by_head and value.stride(1) != 1):
+        raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
+    return Scale(1.0, tensor_memory.address(value, name, RunError), int(by_head), value.stride(0))
+
+
+def token_scales(value: torch.Tensor, wanted: tuple[int, ...], columns: int, device: torch.device) -> Scale:
+    """Scales of latent rows, one for each token and 128 shared columns."""
+    checks.same_device(value, device, "ckv_scale_arr", RunError)
+    if columns % 128 or value.shape != wanted or value.dtype != torch.float32 or not value.is_contiguous():
+        raise RunError(
+            f"ckv_scale_arr has shape {tuple(value.shape)} and dtype {value.dtype}: "
+            f"pass contiguous float32 of {wanted}, one scale for 128 columns of a token."
+        )
+    address = tensor_memory.address(value, "ckv_scale_arr", RunError)
+    if address % 16:
+        raise RunError(f"ckv_scale_arr starts at {address:#x}: pass a tensor that starts on 16 bytes, such as a clone.")
+    return Scale(1.0, address, 1)

@@ -1,0 +1,64 @@
+// NVFP4: numbers of e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), an e4m3 scale for 16 columns, and one float
+// scale for the tensor, which is the run's k_scale or v_scale.
+#pragma once
+#include "flashpage/formats/format.h"
+
+namespace flashpage {
+
+struct Nvfp4 {
+  static constexpr int bits = 4, scale_columns = 16;
+  static constexpr bool has_zero = false;
+  using Scale = E4m3;
+
+  FP_HOST_DEVICE static float number(u32 stored) {
+    const u32 exponent = stored >> 1 & 3, mantissa = stored & 1;
+    const i32 halves = exponent ? (2 + mantissa) << (exponent - 1) : mantissa;
+    return static_cast<float>(stored & 8 ? -halves : halves) * 0.5f;
+  }
+  FP_HOST_DEVICE static float factor(Scale scale) { return number_of<E4m3>(scale.bits); }
+  FP_HOST_DEVICE static float zero(Scale) { return 0.f; }
+
+  FP_HOST_DEVICE static Scale scale_for(float least, float most) {
+    const float largest = magnitude_of(least) > magnitude_of(most) ? magnitude_of(least) : magnitude_of(most);
+    return {static_cast<u8>(bits_of<E4m3>(rounded_quotient(largest, 6.f)))};
+  }
+  FP_HOST_DEVICE static u32 stored(float element, Scale scale) {
+    const float by = factor(scale), x = by > 0.f ? rounded_quotient(magnitude_of(element), by) : 0.f;
+    // Counts the midpoints below x; a midpoint itself belongs to the neighbour whose last bit is 0.
+    const u32 magnitude =
+        (x > 0.25f) + (x >= 0.75f) + (x > 1.25f) + (x >= 1.75f) + (x > 2.5f) + (x >= 3.5f) + (x > 5.f);
+    return (bits_of_float(element) >> 31) << 3 | magnitude;
+  }
+
+  // A number's three bits are the last ones of an exponent and the first one of a mantissa, and its sign is a sign: the
+  // wider type reads it as 2^-14 times (fp16) or 2^-126 times (bf16) the number, subnormal ones too. scale_pair makes
+  // up for it but for 2^7, so that the largest scale is within the type.
+  static constexpr float unit = 128.f;
+
+  template <class Wide>
+  FP_DEVICE static void widen(u32 word, u32 (&pairs)[4]) {
+    constexpr int shift = is_same<Wide, Half> ? 9 : 6;  // from a number's last bit to the first bit of a mantissa
+    constexpr u32 magnitudes = 0x00070007u << shift, signs = 0x80008000;
+    pairs[0] = (word << shift & magnitudes) | (word << 12 & signs);
+    pairs[1] = (shifted<shift - 4>(word) & magnitudes) | (word << 8 & signs);
+    pairs[2] = (shifted<shift - 8>(word) & magnitudes) | (word << 4 & signs);
+    pairs[3] = (shifted<shift - 12>(word) & magnitudes) | (word & signs);
+  }
+  // The factor of a pair's elements: the scale, times 2^7 (fp16) or 2^119 (bf16).
+  template <class Wide>
+  FP_DEVICE static u32 scale_pair(Scale scale) {
+    const u32 four = scale.bits | static_cast<u32>(scale.bits) << 8;
+    u32 pair, other;
+    ptx::widen4<Wide, E4m3>(four, pair, other);
+    constexpr bool is_half = is_same<Wide, Half>;
+    return is_half ? ptx::mul_half2(pair, 0x58005800) : ptx::mul_bf162(pair, 0x7b007b00);
+  }
+
+ private:
+  template <int left>
+  FP_DEVICE static u32 shifted(u32 word) {
+    return left >= 0 ? word << (left & 31) : word >> (-left & 31);
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,28 @@
+// The fp32 scale of formats that have one for a token and head: it multiplies scores and probabilities, so that nothing
+// is done to elements. `largest`: the largest number of the format.
+#pragma once
+#include "flashpage/formats/format.h"
+
+namespace flashpage {
+
+template <int largest>
+struct TokenScale {
+  static constexpr int scale_columns = whole_row;
+  static constexpr bool has_zero = false;
+  static constexpr float unit = 1.f;
+  using Scale = float;
+
+  FP_HOST_DEVICE static float factor(Scale scale) { return scale; }
+  FP_HOST_DEVICE static float zero(Scale) { return 0.f; }
+  FP_HOST_DEVICE static Scale scale_for(float least, float most) {
+    const float widest = magnitude_of(least) > magnitude_of(most) ? magnitude_of(least) : magnitude_of(most);
+    return rounded_quotient(widest, static_cast<float>(largest));
+  }
+
+ protected:
+  FP_HOST_DEVICE static float divided(float element, Scale scale) {
+    return scale > 0.f ? rounded_quotient(element, scale) : 0.f;
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,399 @@
+"""Caches in formats with scales: appending, engines' layouts, each wrapper's way, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import format_rows
+import pytest
+import torch
+from cases.case import decode, prefill
+from comparison import Outputs, compare
+from harness import Runner
+from inputs import make_inputs, reference_states
+
+import flashpage
+from flashpage import CapabilityError, PlanError, RunError
+from flashpage.kernels.kv_formats import FORMATS
+
+NAMES = tuple(FORMATS)
+LENGTHS = (45, 8, 25, 22)
+DECODE = decode("formats", "the API's forms", (65, 0, 130, 1), head_dim=128, kv_format="nvfp4")
+
+
+class Pages:
+    """A cache with a page list for each request of LENGTHS, and rows to append."""
+
+    def __init__(self, name: str, layout: str = "NHD", heads: int = 2, dim: int = 64, page: int = 16) -> None:
+        torch.manual_seed(len(name))
+        self.name, self.layout, self.page, self.dim = name, layout, page, dim
+        lengths = torch.tensor(LENGTHS)
+        counts = -(-lengths // page)
+        self.indptr = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
+        self.pages = int(self.indptr[-1]) + 2
+        self.indices = torch.randperm(self.pages)[: int(self.indptr[-1])].int()
+        self.last = ((lengths - 1) % page + 1).int()
+        ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+        self.places = flashpage.get_batch_indices_positions(ends, lengths.int(), int(ends[-1]))
+        self.key, self.value = torch.randn(2, int(ends[-1]), heads, dim).bfloat16()
+        self.base = name.removesuffix("_rotated")
+        stored, scales, columns = format_rows.STORED[self.base]
+        inner = (page, heads) if layout == "NHD" else (heads, page)
+        width = dim // 2 if FORMATS[name].bits == 4 else dim
+        self.cache = [torch.zeros(self.pages, *inner, width, dtype=stored) for _ in range(2)]
+        last = (dim // columns,) if columns else ()
+        self.scales = [torch.zeros(self.pages, *inner, *last, dtype=scales) for _ in range(2)]
+
+    def append(self, **extra: Any) -> None:
+        flashpage.append_paged_kv_cache(
+            *(self.key, self.value, *self.places, self.cache, self.indices, self.indptr, self.last, self.layout),
+            **{"kv_format": self.name, "kv_cache_sf": self.scales} | extra,
+        )
+
+    def slots(self) -> torch.Tensor:
+        """The slot of each row."""
+        request, position = (place.long() for place in self.places)
+        page = self.indices[self.indptr.long()[request] + position // self.page].long()
+        return page * self.page + position % self.page
+
+    def stored(self, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers and scales of the rows that were appended, [nnz, heads, ...]."""
+        slots, found = self.slots(), []
+        for tensor in (self.cache[side], self.scales[side]):
+            tensor = tensor if self.layout == "NHD" else tensor.transpose(1, 2)
+            rows = tensor.reshape(self.pages * self.page, *tensor.shape[2:])[slots]
+            found.append(rows if rows.dim() == 3 else rows.unsqueeze(-1))
+        return found[0], found[1]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("name", NAMES)
+def test_appended_rows_are_the_nearest_numbers(name: str, layout: str) -> None:
+    """As the reference quantises them, but for numbers that lie in the middle of two."""
+    pages = Pages(name, layout)
+    pages.append(k_scale=2.0, v_scale=0.5)
+    for side, (rows, divisor) in enumerate(((pages.key, 2.0), (pages.value, 0.5))):
+        of_side = name if side == 0 else pages.base
+        numbers, scales = format_rows._quantised(of_side, rows.double() / divisor)
+        found, found_scales = pages.stored(side)
+        if pages.base == "int4_token":  # a last bit of the scale may differ, where the quotient was rounded
+            words, wanted = found_scales.view(torch.int32), scales.view(torch.int32)
+            assert torch.equal(words & 15, wanted & 15) and int((words - wanted).abs().max()) <= 16
+        else:
+            assert torch.allclose(found_scales.float(), scales.float(), rtol=1e-6, atol=0)
+        differing = (found.view(torch.uint8) != numbers.view(torch.uint8)).float().mean()
+        assert differing < 2e-3
+
+
+@pytest.mark.parametrize("slot_type", [torch.int32, torch.int64])
+def test_slots_are_pages_and_tokens(slot_type: torch.dtype) -> None:
+    by_lists, by_slots = Pages("nvfp4", "HND"), Pages("nvfp4", "HND")
+    by_lists.append()
+    slots = by_slots.slots().to(slot_type)
+    keys = torch.cat([by_slots.key, by_slots.key[:5]])  # rows without a slot
+    flashpage.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+        *(keys, torch.cat([by_slots.value, by_slots.value[:5]]), slots, by_slots.cache, by_slots.scales),
+        *(torch.ones(1), torch.ones(1)),
+        kv_layout="HND",
+    )
+    assert all(torch.equal(a, b) for a, b in zip(by_lists.cache, by_slots.cache, strict=True))
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(by_lists.scales, by_slots.scales, strict=True))
+    padding = (keys * 3, keys * 3, torch.full((4,), -1), by_slots.cache, by_slots.scales)
+    flashpage.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*padding, 1.0, 1.0, kv_layout="HND")
+    assert torch.equal(by_lists.cache[0], by_slots.cache[0])
+
+
+def test_flashinfers_append() -> None:
+    pages, ours = Pages("nvfp4"), Pages("nvfp4")
+    ours.append(k_scale=0.7, v_scale=1.1)
+    fused, fused_scales = torch.stack(pages.cache, 1), torch.stack(pages.scales, 1)
+    flashpage.nvfp4_quantize_append_paged_kv_cache(
+        *(pages.key, pages.value, *pages.places, fused, fused_scales),
+        *(pages.indices, pages.indptr, pages.last, 0.7, 1.1),
+    )
+    assert torch.equal(fused, torch.stack(ours.cache, 1))
+    assert torch.equal(fused_scales.view(torch.uint8), torch.stack(ours.scales, 1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_over_what_was_appended(name: str) -> None:
+    """Within the error of the format, which for four bits is an eighth of a row."""
+    pages = Pages(name, dim=128)
+    pages.append()
+    q = torch.randn(len(LENGTHS), 4, 128).bfloat16()
+    wrapper = planned_decode(pages, kv_format=name)
+    found = wrapper.run(q, tuple(pages.cache), kv_cache_sf=tuple(pages.scales)).double()
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    for i, row in enumerate(q.double()):
+        k, v = (part[ends[i] : ends[i + 1]].double().repeat_interleave(2, 1) for part in (pages.key, pages.value))
+        p = (torch.einsum("hd,thd->ht", row, k) * 128**-0.5).softmax(-1)
+        exact = torch.einsum("ht,thd->hd", p, v)
+        assert float((found[i] - exact).norm() / exact.norm()) < (0.17 if FORMATS[name].bits == 4 else 0.05)
+
+
+def planned_decode(pages: Pages, **options: Any) -> Any:
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8), pages.layout)
+    wrapper.plan(
+        *(pages.indptr, pages.indices, pages.last, 4, 2, pages.dim, pages.page),
+        **{"q_data_type": torch.bfloat16} | options,
+    )
+    return wrapper
+
+
+def test_vllms_page() -> None:
+    """[K data, K scales, V data, V scales] of a page, as strided views."""
+    runner = Runner(make_inputs(DECODE), "cpu", flashpage)
+    (cache,), scales = runner.kv(), runner.kv_cache_sf()["kv_cache_sf"]
+    parts = [cache[0], scales[0].view(torch.uint8), cache[1], scales[1].view(torch.uint8)]
+    memory = torch.cat([part.flatten(1) for part in parts], 1)
+    views, begin = [], 0
+    for part in parts:
+        size = part[0].numel()
+        views.append(memory[:, begin : begin + size].view(part.shape))
+        begin += size
+    wrapper = runner.planned()
+    found = wrapper.run(
+        *(runner.q(), (views[0], views[2])),
+        kv_cache_sf=(views[1].view(torch.float8_e4m3fn), views[3]),  # bytes are scales too
+    )
+    assert torch.equal(found, wrapper.run(runner.q(), cache, kv_cache_sf=scales))
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no type of two fp4 numbers")
+def test_the_fp4_view() -> None:
+    runner = Runner(make_inputs(DECODE), "cpu", flashpage)
+    (cache,), scales, wrapper = runner.kv(), runner.kv_cache_sf(), runner.planned()
+    expected = wrapper.run(runner.q(), cache, **scales)
+    fp4 = torch.float4_e2m1fn_x2
+    options = {"q_data_type": torch.bfloat16, "kv_data_type": fp4}
+    pages = (runner.inputs.indptr, runner.inputs.indices, runner.inputs.last_page_len)
+    wrapper.plan(*pages, 4, 2, 128, 16, **options)
+    assert torch.equal(wrapper.run(runner.q(), tuple(part.view(fp4) for part in cache), **scales), expected)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "int4_token_rotated", "bfloat16+nvfp4"])
+def test_each_wrapper_reads_formats(name: str) -> None:
+    """BatchAttention, a cascade, and plans on the device, next to the paged wrapper."""
+    case = prefill("formats", "", (1, 17, 5), (130, 17, 69), causal=True, kv_format=name)
+    inputs = make_inputs(case)
+    runner, options = Runner(inputs, "cpu", flashpage), format_rows.plan_arguments(case)
+    (cache,), extra, q = runner.kv(), runner.kv_cache_sf(), runner.q()
+    expected, states = runner.planned().run(q, cache, **extra), reference_states(inputs)
+    heads, types = (4, 2, 64), {"q_data_type": torch.bfloat16}
+    pages = (inputs.qo_indptr, inputs.indptr, inputs.indices)
+    mixed = flashpage.BatchAttention(device="cpu")
+    mixed.plan(*pages, torch.tensor(case.kv_lens), *heads, 64, 16, causal=True, **types, **options)
+    compare(case, Outputs(*mixed.run(q, cache, **extra)), states)
+    cascade = flashpage.MultiLevelCascadeAttentionWrapper(1, torch.empty(16 << 20, dtype=torch.uint8))
+    cascade.plan(*([part] for part in pages), [inputs.last_page_len], *heads, 16, causal=True, **types, **options)
+    assert torch.equal(cascade.run(q, cache, **extra), expected)
+    table = torch.zeros(3, 9, dtype=torch.int32)
+    for i in range(3):
+        mine = inputs.indices[inputs.indptr[i] : inputs.indptr[i + 1]]
+        table[i, : len(mine)] = mine
+    device = flashpage.BatchPrefillWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8))
+    lens = torch.tensor(case.kv_lens, dtype=torch.int32)
+    device.plan_on_device(*(inputs.qo_indptr, lens, table, *heads, 16), max_rows=23, causal=True, **types, **options)
+    compare(case, Outputs(*device.run(q, cache, return_lse=True, **extra)), states)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "bfloat16+nvfp4"])
+def test_runs_with_equal_tensors_are_one_call(name: str) -> None:
+    """The builtin compares scales, too: others, none, or those of another place are judged in Python."""
+    case = decode("formats", "", (65, 9), kv_format=name)
+    runner = Runner(make_inputs(case), "cpu", flashpage)
+    (cache,), scales, wrapper = runner.kv(), runner.kv_cache_sf()["kv_cache_sf"], runner.planned()
+    q, judged = runner.q(), mock.Mock(side_effect=wrapper._attention._run_judged)
+    expected = wrapper.run(q, cache, kv_cache_sf=scales)
+    with mock.patch.object(wrapper._attention, "_run_judged", judged):
+        assert torch.equal(wrapper.run(q, cache, kv_cache_sf=scales), expected) and not judged.called
+        others = tuple(None if part is None else torch.zeros_like(part) for part in scales)
+        assert not torch.equal(wrapper.run(q, cache, kv_cache_sf=others), expected) and not judged.called
+        moved = (scales[0], torch.cat([scales[1], scales[1]], -1)[..., :4])
+        assert torch.equal(wrapper.run(q, cache, kv_cache_sf=moved), expected) and judged.called
+        with pytest.raises(RunError, match="kv_cache_sf has no scales of [KV]"):
+            wrapper.run(q, cache)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "bfloat16+nvfp4", "int4_token_rotated"])
+def test_compiled_runs(name: str) -> None:
+    runner = Runner(make_inputs(decode("formats", "", (65, 9), kv_format=name)), "cpu", flashpage)
+    (cache,), scales, wrapper, q = runner.kv(), runner.kv_cache_sf()["kv_cache_sf"], runner.planned(), runner.q()
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return wrapper.run(q, (k, v), kv_cache_sf=(given[0] if len(given) == 2 else None, given[-1]))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    found = compiled(q, *cache, *(part for part in scales if part is not None))
+    assert torch.equal(found, wrapper.run(q, cache, kv_cache_sf=scales))
+
+
+def test_two_levels_of_a_cascade() -> None:
+    """A shared prefix in nvfp4: levels are merged."""
+    pages = Pages("nvfp4")
+    pages.append()
+    q, ends = torch.randn(3, 4, 64).bfloat16(), torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    own = torch.tensor([0, 1, 3, 5], dtype=torch.int32)
+    shared = torch.tensor([0, 3], dtype=torch.int32)
+    wrapper = flashpage.MultiLevelCascadeAttentionWrapper(2, torch.empty(16 << 20, dtype=torch.uint8))
+    last = (torch.tensor([16], dtype=torch.int32), torch.tensor([8, 9, 6], dtype=torch.int32))
+    shared_pages, own_pages = pages.indices[:2], pages.indices[3:8]
+    wrapper.plan(
+        [shared, ends], [torch.tensor([0, 2], dtype=torch.int32), own], [shared_pages, own_pages], last, 4, 2, 64, 16,
+        q_data_type=torch.bfloat16, kv_data_type=torch.uint8,
+    )  # fmt: skip
+    sf = tuple(pages.scales)
+    found = wrapper.run(q, tuple(pages.cache), kv_cache_sf=sf, k_scale=1.5, v_scale=0.5)
+    flat = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8))
+    joined = [torch.cat([shared_pages, own_pages[own[i] : own[i + 1]]]) for i in range(3)]
+    indptr = torch.tensor([0, *map(len, joined)]).cumsum(0).int()
+    flat.plan(indptr, torch.cat(joined), last[1], 4, 2, 64, 16, q_data_type=torch.bfloat16, kv_data_type=torch.uint8)
+    expected = flat.run(q, tuple(pages.cache), kv_cache_sf=sf, k_scale=1.5, v_scale=0.5)
+    assert torch.allclose(found.float(), expected.float(), atol=2e-2)
+
+
+@pytest.mark.parametrize("shapes", [((4, 2), (4, 1), (4, 4)), ((2,), (4, 2), (4, 1)), ((1,), (1,), (4, 4))])
+def test_scales_of_requests(shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Scales of K, V and q: for each request and head, for each request, for each head."""
+    case = decode("scales", "", (65, 20, 130, 1), kv_dtype="float8_e4m3fn", scales="tensor")
+    inputs = make_inputs(case)
+    torch.manual_seed(3)
+    k, v, q = (torch.rand(shape) + 0.5 for shape in shapes)
+    of = lambda scale, i: scale[i] if scale.dim() == 2 else scale
+    runner = Runner(inputs, "cpu", flashpage)
+    wrapper = runner.planned()
+    found = wrapper.run(runner.q(), *runner.kv(), k_scale=k, v_scale=v, q_scale=q, return_lse=True)
+    states = []
+    for i in range(4):
+        scales = {"k_scale": of(k, i), "v_scale": of(v, i), "q_scale": of(q, i)}
+        states.append(reference_states(dataclasses.replace(inputs, scales=scales))[i])
+    compare(case, Outputs(*found), states)
+
+
+REFUSED_PLANS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unknown": ({"kv_format": "int5"}, PlanError, "kv_format='int5' is unknown: pass 'nvfp4', 'e4m3_token'"),
+    "three": ({"kv_format": ("nvfp4",) * 3}, PlanError, "kv_format has 3 entries"),
+    "plain": ({"kv_format": "float16"}, PlanError, "is an element type: pass it as kv_data_type"),
+    "rotated-v": ({"kv_format": ("nvfp4", "int4_token_rotated")}, PlanError, "rows of V are not rotated"),
+    "other-type": (
+        {"kv_format": "int8_token", "kv_data_type": torch.uint8},
+        PlanError,
+        "is not how kv_format=.* is stored .int8, int8.: leave kv_data_type None",
+    ),
+    "int8": ({"kv_data_type": torch.int8}, PlanError, "has no scales of its own: pass kv_format='int8_token'"),
+    "columns": ({"kv_data_type": torch.uint8, "head_dim": 72}, PlanError, "head_dim_qk=72 is not a multiple of 16"),
+    "not-a-power": (
+        {"kv_format": "int4_token_rotated", "head_dim": 96},
+        PlanError,
+        "head_dim_qk=96 is not a power of two, as rows of int4_token_rotated must be",
+    ),
+    "fp8-query": (
+        {"kv_format": "int4_token_rotated", "q_data_type": "float8_e4m3fn"},
+        PlanError,
+        "rotates queries, which q_data_type float8_e4m3fn is too coarse for",
+    ),
+    "rope": (
+        {"kv_format": "int4_token_rotated", "pos_encoding_mode": "ROPE_LLAMA"},
+        CapabilityError,
+        "no in-kernel RoPE .pos_encoding_mode ROPE_LLAMA. over kv_format int4_token_rotated",
+    ),
+}
+
+
+@pytest.mark.parametrize("given", REFUSED_PLANS.values(), ids=REFUSED_PLANS)
+def test_plans_that_are_refused(given: tuple[dict[str, Any], type[Exception], str]) -> None:
+    options, error, says = given
+    pages = Pages("nvfp4", dim=options.get("head_dim", 64))
+    options = {name: value for name, value in options.items() if name != "head_dim"}
+    with pytest.raises(error, match=says):
+        planned_decode(pages, **options)
+
+
+def shared_output() -> dict[str, Any]:
+    out = torch.zeros(4, 4, 64).bfloat16()
+    scales = out.view(torch.uint8).view(-1)[:1280].view(torch.float8_e4m3fn).view(10, 16, 2, 4)
+    return {"out": out, "kv_cache_sf": (scales, scales.clone())}
+
+
+REFUSED_RUNS: dict[str, tuple[Any, str]] = {
+    "no scales": (lambda p: {"kv_cache_sf": None}, "kv_cache_sf has no scales of K but the plan's kv_format is nvfp4"),
+    "one half": (lambda p: {"kv_cache_sf": (p.scales[0], None)}, "kv_cache_sf has no scales of V"),
+    "three": (lambda p: {"kv_cache_sf": [p.scales[0]] * 3}, "kv_cache_sf has 3 entries"),
+    "a number": (lambda p: {"kv_cache_sf": 2.0}, "kv_cache_sf=2.0 is not a tensor"),
+    "type": (lambda p: {"kv_cache_sf": [p.scales[0].float()] * 2}, r"kv_cache_sf\[0\] has dtype torch.float32"),
+    "columns": (lambda p: {"kv_cache_sf": [p.scales[0][..., :2]] * 2}, "pass 4 scales for each of its rows"),
+    "pages": (lambda p: {"kv_cache_sf": [p.scales[0][:-1]] * 2}, r"kv_cache_sf\[0\] has shape \(9, 16, 2, 4\)"),
+    "dimensions": (lambda p: {"kv_cache_sf": [p.scales[0][0]] * 2}, "kv_cache_sf.0. has .*|which does not fit"),
+    "strides": (
+        lambda p: {"kv_cache_sf": [torch.zeros(10, 16, 2, 8, dtype=torch.float8_e4m3fn)[..., ::2]] * 2},
+        "the innermost stride must be 1",
+    ),
+    "cache type": (lambda p: {"paged_kv_cache": [p.cache[0].view(torch.int8)] * 2}, "k has dtype torch.int8"),
+    "one tensor": (lambda p: {"paged_kv_cache": p.cache[0]}, r"pass \[pages, 2, ...\], or a pair"),
+    "written": (lambda p: shared_output(), "out shares memory with kv_cache_sf.0."),
+}
+
+
+@pytest.mark.parametrize("given", REFUSED_RUNS.values(), ids=REFUSED_RUNS)
+def test_runs_that_are_refused(given: tuple[Any, str]) -> None:
+    make, says = given
+    pages = Pages("nvfp4")
+    wrapper = planned_decode(pages, kv_data_type=torch.uint8)
+    arguments = {"paged_kv_cache": pages.cache, "kv_cache_sf": pages.scales} | make(pages)
+    with pytest.raises(RunError, match=says):
+        wrapper.run(torch.randn(4, 4, 64).bfloat16(), **arguments)
+
+
+def test_scales_without_a_format() -> None:
+    pages = Pages("nvfp4")
+    wrapper = planned_decode(pages)
+    cache = torch.zeros(pages.pages, 2, 16, 2, 64).bfloat16()
+    with pytest.raises(RunError, match="kv_cache_sf is given but the plan is for torch.bfloat16"):
+        wrapper.run(torch.randn(4, 4, 64).bfloat16(), cache, kv_cache_sf=pages.scales)
+    mixed = planned_decode(pages, kv_format=("bfloat16", "nvfp4"))
+    with pytest.raises(RunError, match=r"kv_cache_sf\[0\] is given but bfloat16 has no scales of its own"):
+        mixed.run(torch.randn(4, 4, 64).bfloat16(), (cache[:, 0], pages.cache[1]), kv_cache_sf=pages.scales)
+
+
+REFUSED_APPENDS: dict[str, tuple[dict[str, Any], str]] = {
+    "no scales": ({"kv_cache_sf": None}, "kv_cache_sf=None: rows of nvfp4 have scales"),
+    "a scale of 0": ({"k_scale": 0.0}, "k_scale=0.0: pass a positive finite global decode scale"),
+    "NaN": ({"v_scale": float("nan")}, "v_scale"),
+    "no format": ({"kv_format": None}, "kv_cache_sf, k_scale and v_scale need kv_format"),
+    "another": ({"kv_format": "int8_token"}, r"paged_kv_cache\[0\] has dtype torch.uint8: pass int8"),
+}
+
+
+@pytest.mark.parametrize("given", REFUSED_APPENDS.values(), ids=REFUSED_APPENDS)
+def test_appends_that_are_refused(given: tuple[dict[str, Any], str]) -> None:
+    changed, says = given
+    pages = Pages("nvfp4")
+    with pytest.raises(flashpage.FlashpageError, match=says):
+        pages.append(**changed)
+    assert not any(part.any() for part in pages.cache)
+
+
+def test_slots_within_the_cache() -> None:
+    pages = Pages("nvfp4")
+    with pytest.raises(RunError, match="slot_mapping reaches 160 but the cache has 160 slots"):
+        flashpage.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+            pages.key, pages.value, torch.tensor([160]), pages.cache, pages.scales, 1.0, 1.0
+        )
+
+
+def test_kernels_of_cards_say_why_they_take_no_format() -> None:
+    """The rule that kernels without formats share."""
+    from flashpage.kernels.kernel import no_kv_formats
+    from flashpage.kernels.options import check_options
+    from flashpage.kernels.work import Problem, Work
+
+    options = check_options(
+        kv_source="paged", num_qo_heads=4, num_kv_heads=2, head_dim_qk=128, head_dim_vo=None, page_size=16,
+        q_data_type="bfloat16", kv_data_type=None, o_data_type=None, causal=False, window_left=-1, logits_soft_cap=None,
+        pos_encoding_mode="NONE", has_mask=False, variant=None, fixed_split_size=None, disable_split_kv=False,
+        kv_format=("nvfp4", "int8_token"),
+    )  # fmt: skip
+    reason = no_kv_formats(Work(Problem(options, 1), None))  # type: ignore[arg-type]
+    assert reason == "it reads K and V of one element type, and no kv_format nvfp4, int8_token"
