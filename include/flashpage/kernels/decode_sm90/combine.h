@@ -142,7 +142,7 @@ struct DecodeCombine {
   // Writes a lane's columns of two n8 tiles (for_each_column_of_pair).
   FP_DEVICE void write_pair(i64 offset, int pair, const float4& v) const {
     const float tiles[2][4] = {{v.x, v.y}, {v.z, v.w}};
-    for_each_column_of_pair<Traits>(tiles[0], tiles[1], 0, lane, [&](int column, float first, float second) {
+    for_each_column_of_pair<Traits>(tiles[0], tiles[1], pair, 0, lane, [&](int column, float first, float second) {
       column += pair * 16;
       if (column >= S::value_columns || part * S::value_columns + column >= Traits::head_dim_vo) return;
       store_pair<Traits>(params, is_piece(), offset + part * S::value_columns + column, first, second);

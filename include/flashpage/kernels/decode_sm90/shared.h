@@ -2,8 +2,10 @@
 #pragma once
 #include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/layout/slot_halves.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/load/query.h"
+#include "flashpage/tile/load/slot_scales.h"
 #include "flashpage/tile/load/slotted_place.h"
 #include "flashpage/tile/merge/cluster_merge.h"
 #include "flashpage/tile/rope/rotation.h"
@@ -29,9 +31,8 @@ struct DecodeShared {
   using S = Shape<Traits>;
   static constexpr int tokens = S::warp_tokens;  // of one slot
   static constexpr int loading_warps = DecodeWarps<Traits>::loading;
-  static constexpr int key_bytes = LineRows<Traits::layout, typename S::Cache, Traits::head_dim_qk, tokens>::tile_bytes;
-  static constexpr int value_bytes =
-      LineRows<Traits::layout, typename S::Cache, Traits::head_dim_vo, tokens>::tile_bytes;
+  static constexpr int key_bytes = SlotHalves<Traits, tokens>::First::tile_bytes;
+  static constexpr int value_bytes = SlotHalves<Traits, tokens>::Second::tile_bytes;
   static constexpr int query_bytes = S::QueryRows::bytes(Traits::tile_q);
   // Units whose place and Q are loaded ahead of the computing warps: more if units may be short.
   static constexpr int places_ahead = query_bytes <= 4096 ? 4 : query_bytes <= 16384 ? 2 : 1;
@@ -71,6 +72,7 @@ struct DecodeShared {
   u32 is_last_piece;
   Rotations rotations;
   Mailbox mailbox;
+  typename select_type<S::Formats::has_scales, SlotScales<Traits, tokens>, None>::type scales;
 };
 
 // The most shared memory of a CTA: Hopper's, or Traits::shared_limit of a card with less.

@@ -11,6 +11,7 @@ inline u32 add_acquire_release(u32* counter, u32 amount) {
 }
 
 inline u32 load_acquire(const u32* from) { return *from; }
+inline u32 load_acquire_shared(const u32* from) { return *from; }
 inline void store_release_shared(u32* to, u32 value) { *to = value; }
 
 }  // namespace flashpage::ptx
