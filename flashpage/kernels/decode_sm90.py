@@ -17,7 +17,6 @@ from .kernel import (
     attention_traits,
     dtypes,
     head_dims,
-    no_kv_formats,
     no_latent_rows,
 )
 from .spec import KernelSpec
@@ -28,6 +27,7 @@ from .work import InnerLoop, Work
 MOST_PACKED_ROWS = 64
 _LOADING_WARPS = 4  # DecodeWarps::loading of the header
 _MOST_STAGES = 64  # the header uses as many as fit the ring
+_FORMAT_ROWS_STAGES = 16  # with more, page numbers of a round take too many registers
 _HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measured
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
@@ -40,7 +40,7 @@ def _tile(work: Work) -> Tile:
         loop = InnerLoop.HEAVY  # single rows arrive too slowly in slots of 16 tokens
     # Accumulators of more columns (already of 256, if fp8 is widened or scores are computed on) take too many
     # registers.
-    has_more = options.kv_dtype.is_fp8 or loop is not InnerLoop.PLAIN
+    has_more = options.kv_dtype.size == 1 or loop is not InnerLoop.PLAIN
     if work.packed_rows <= 16 and not _slots_fit(work):
         has_more = True  # four teams need fewer slots than eight
     warps_v = 4 if options.head_dim_vo > 256 else 2 if options.head_dim_vo > 128 and has_more else 1
@@ -52,7 +52,8 @@ def _tile(work: Work) -> Tile:
     if loop is InnerLoop.LOADING:
         tile_kv = 16  # the loads of more tokens, all in flight at once, take too many registers
     limit = work.card.shared_bytes if _is_small(work) else 0
-    return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), _MOST_STAGES, 1, warps_v, shared_limit=limit)
+    stages = _FORMAT_ROWS_STAGES if options.has_formats and boxes_or_rows(options) == "rows" else _MOST_STAGES
+    return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), stages, 1, warps_v, shared_limit=limit)
 
 
 def _is_small(work: Work) -> bool:
@@ -73,7 +74,7 @@ def _fits_small_cards(work: Work) -> str | None:
         return None
     slots = max(8 // _small_warps_v(work), _LOADING_WARPS)
     slots_fit = work.widest <= 256 and slots * 16 * _token_bytes(work) <= 48 << 10
-    if slots_fit and not work.rotates and not options.kv_dtype.is_fp8:
+    if slots_fit and not work.rotates and options.kv_dtype.size > 1:
         return None
     what = dims if not slots_fit else "in-kernel RoPE" if work.rotates else f"kv_data_type {options.kv_dtype.value}"
     return f"it has no {what} within {work.card.shared_bytes} bytes of shared memory"
@@ -89,26 +90,46 @@ def _has_slots(work: Work) -> str | None:
     return f"{dims} needs more shared memory for at most 16 packed rows than a CTA has"
 
 
+def _formats(work: Work) -> str | None:
+    """Refuses what is not written for K and V in formats: rows of 4 bits come in chunks of 32 columns, and Q must be in
+    registers, in the order of their numbers (tile/product/four_bits.h)."""
+    options = work.options
+    if not options.has_formats:
+        return None
+    over = f"over kv_format {options.k_format}, {options.v_format}"
+    if work.rotates:
+        return f"it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) {over}"
+    if work.loop is InnerLoop.LOADING:
+        return f"it has no variant that loads for each token {over}"
+    for name, side, dim in zip(
+        ("head_dim_qk", "head_dim_vo"), options.formats, (options.head_dim_qk, options.head_dim_vo), strict=True
+    ):
+        if side.bits == 4 and dim not in (64, 128):
+            return f"{name} {dim} is neither 64 nor 128, which rows of {side.name} must have"
+        if side.bits > 8 and side.name != options.q_dtype.widened.value:
+            return f"kv_format {side.name} is not the type of q, {options.q_dtype.value}"
+    return None
+
+
 def _slots_fit(work: Work) -> bool:
     return 8 * _slot_tokens(work) * _token_bytes(work) <= RING_BYTES
 
 
 def _slot_tokens(work: Work) -> int:
     is_short = _token_bytes(work) > 512 or _is_small(work)
-    return 16 if is_short and not work.options.kv_dtype.is_fp8 else 32
+    return 16 if is_short and work.options.kv_dtype.size > 1 else 32
 
 
 def _token_bytes(work: Work) -> int:
     """Bytes of a token's rows of K and V in shared memory, in whole lines of 128."""
-    dims, size = (work.options.head_dim_qk, work.options.head_dim_vo), work.options.kv_dtype.size
-    return sum(-(-dim * size // 128) * 128 for dim in dims)
+    return sum(-(-row // LINE_BYTES) * LINE_BYTES for row in work.options.row_bytes)
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
     card = work.card
     return Cost(
         heads_on_axis=False,
-        ns_per_token=work.columns * work.options.kv_dtype.size / card.sm_bytes_per_ns,
+        ns_per_token=work.options.token_bytes / card.sm_bytes_per_ns,
         ns_per_unit=500.0,
         ns_per_piece=1000.0,
         min_piece_tokens=128,
@@ -122,8 +143,10 @@ def _cost(work: Work, tile: Tile) -> Cost:
 
 def _line_bytes(spec: KernelSpec) -> int:
     """Rows of at most 64 bytes have lines of 64, so that the ring holds twice as many."""
-    row_bytes = max(spec.head_dim_qk, spec.head_dim_vo) * spec.kv_dtype.size
-    is_narrow = spec.loader == "boxes" and spec.position_encoding == "none" and row_bytes <= NARROW_LINE_BYTES
+    k, v = spec.formats
+    row_bytes = max(k.row_bytes(spec.head_dim_qk), v.row_bytes(spec.head_dim_vo))
+    may_be_narrow = spec.has_formats or (spec.loader == "boxes" and spec.position_encoding == "none")
+    is_narrow = may_be_narrow and row_bytes <= NARROW_LINE_BYTES
     return NARROW_LINE_BYTES if is_narrow else LINE_BYTES
 
 
@@ -164,7 +187,7 @@ KERNEL = AttentionKernel(
     accepts=(
         ability("bulk copies"),
         no_latent_rows,
-        no_kv_formats,
+        _formats,
         *dtypes(q=HALF + FP8, out=HALF),
         head_dims(16, 512, 8),
         _has_slots,
@@ -174,6 +197,7 @@ KERNEL = AttentionKernel(
     cost=_cost,
     loader=boxes_or_rows,
     row_alignment=16,
+    scale_alignment=16,
     merges_in_launch=True,
     line_bytes=_line_bytes,
     runs_beside=True,

@@ -21,8 +21,10 @@ struct DecodeWarps {
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place
-  static constexpr int loading_registers = 104;
-  static constexpr int computing_registers = 200;
+  // Lanes that copy scales need more.
+  static constexpr bool has_scales = StoredFormats<Traits>::has_scales;
+  static constexpr int loading_registers = has_scales ? 120 : 104;
+  static constexpr int computing_registers = has_scales ? 192 : 200;
   static_assert(computing == 8);
 };
 

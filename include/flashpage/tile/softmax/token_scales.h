@@ -36,12 +36,11 @@ struct ScaledProbabilities {
   FP_DEVICE void scale(float (&probabilities)[1][token_tiles][4], float (&values)[1][value_tiles][4], u32 scales,
                        int lane) {
     constexpr float headroom = 128.f;
-    float2 factors[token_tiles];
     float top = 0.f;
 #pragma unroll
     for (int n = 0; n < token_tiles; ++n) {
-      factors[n] = token_factors<Format>(scales, n, lane);
-      top = fmaxf(top, fmaxf(fabsf(factors[n].x), fabsf(factors[n].y)));
+      const float2 factors = token_factors<Format>(scales, n, lane);
+      top = fmaxf(top, fmaxf(fabsf(factors.x), fabsf(factors.y)));
     }
     if (__any_sync(0xffffffff, top > unit * headroom)) {
       constexpr u32 smallest = 0x08000000;  // 2^-111
@@ -55,9 +54,11 @@ struct ScaledProbabilities {
     }
     const float by = unit > 0.f ? inverse(unit) : 0.f;
 #pragma unroll
-    for (int n = 0; n < token_tiles; ++n)
+    for (int n = 0; n < token_tiles; ++n) {
+      const float2 factors = token_factors<Format>(scales, n, lane);  // again: they would take registers
 #pragma unroll
-      for (int e = 0; e < 4; ++e) probabilities[0][n][e] *= (e % 2 ? factors[n].y : factors[n].x) * by;
+      for (int e = 0; e < 4; ++e) probabilities[0][n][e] *= (e % 2 ? factors.y : factors.x) * by;
+    }
   }
 
  private:
