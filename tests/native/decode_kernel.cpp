@@ -1,9 +1,5 @@
 // decode_sm90 on the host: loading and computing warps as fibers, mma.sync by the fragments of the PTX manual. For
-// tests/kernels/test_decode_formats.py, which sets TRAITS: the name of the file with the rendered Variant and Traits.
-#include "flashpage/formats/e4m3_token.h"
-#include "flashpage/formats/int4_token.h"
-#include "flashpage/formats/int8_token.h"
-#include "flashpage/formats/nvfp4.h"
+// tests/kernels/test_decode_formats.py, which sets TRAITS: the name of the file with the rendered Variant and Traits, whose formats' headers come first.
 #include "flashpage/kernels/decode_sm90/kernel.h"
 #include "flashpage/params/variant.h"
 #include "hopper.h"
