@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
+from .ahead import BF16, BYTES, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .kernel import (
     FP8,
     HALF,
@@ -172,6 +172,12 @@ _AHEAD = (
             Ahead(BF16, kv, (d, d), rows, ONE_TOKEN)
             for kv, (d, rows) in itertools.product((BF16, E4M3), ((128, 16), (128, 64), (256, 16)))
         ),
+        *(
+            Ahead(BF16, BYTES, (d, d), 16, kv_format=name)
+            for name, d in itertools.product(("nvfp4", "e4m3_token", "int8_token", "int4_token"), (64, 128))
+        ),
+        *(Ahead(BF16, BYTES, (128, 128), rows, kv_format="nvfp4") for rows in (32, 64)),
+        Ahead(BF16, BYTES, (128, 128), 16, ONE_TOKEN, kv_format="nvfp4"),
         *(Ahead(BF16, BF16, (d, 128), 64, RAGGED) for d in (128, 192)),
         Ahead(BF16, BF16, (128, 128), 16, RAGGED),
     ),

@@ -1,5 +1,5 @@
-"""decode_sm90 over K and V in formats of 4 and 8 bits, whole on the host: loading and computing warps, copies of scales,
-rings, barriers, products and the end of a unit. Copies arrive late and in any order."""
+"""decode_sm90 over K and V in formats of 4 and 8 bits, whole on the host: loading and computing warps, copies of
+scales, rings, barriers, products and the end of a unit. Copies arrive late and in any order."""
 
 from __future__ import annotations
 
