@@ -28,6 +28,7 @@ MOST_PACKED_ROWS = 64
 _LOADING_WARPS = 4  # DecodeWarps::loading of the header
 _MOST_STAGES = 64  # the header uses as many as fit the ring
 _FORMAT_ROWS_STAGES = 16  # with more, page numbers of a round take too many registers
+_SWAPPED_TEAMS = 12  # of one warp: their accumulators are half as large
 _HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measured
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
@@ -46,6 +47,8 @@ def _tile(work: Work) -> Tile:
     warps_v = 4 if options.head_dim_vo > 256 else 2 if options.head_dim_vo > 128 and has_more else 1
     if _is_small(work):
         warps_v = _small_warps_v(work)
+    if _swaps(work):
+        return Tile(8, 32, 1, _SWAPPED_TEAMS, _MOST_STAGES, 1, 1)
     tile_q = next(rows for rows in (16, 32, 64) if work.packed_rows <= rows or rows * warps_v == 128)
     warps_q = tile_q // 16
     tile_kv = _slot_tokens(work)
@@ -54,6 +57,15 @@ def _tile(work: Work) -> Tile:
     limit = work.card.shared_bytes if _is_small(work) else 0
     stages = _FORMAT_ROWS_STAGES if options.has_formats and boxes_or_rows(options) == "rows" else _MOST_STAGES
     return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), stages, 1, warps_v, shared_limit=limit)
+
+
+def _swaps(work: Work) -> bool:
+    """Whether units have at most eight packed rows, over K and V of four bits: their products have swapped factors
+    (tile/product/swapped.h)."""
+    options = work.options
+    has_four_bits = options.has_formats and all(side.bits == 4 for side in options.formats)
+    is_plain = work.loop is InnerLoop.PLAIN and work.mask_source == "implicit"
+    return has_four_bits and work.packed_rows <= 8 and is_plain
 
 
 def _is_small(work: Work) -> bool:

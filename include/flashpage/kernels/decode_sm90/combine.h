@@ -60,6 +60,12 @@ struct DecodeCombine {
   }
 
   FP_DEVICE void run(SoftmaxState<1>& state, float (&values)[S::value_tiles][4]) {
+    run([&](int half) { hand_over(state, values, half); });
+  }
+
+  // hand_over(half) writes half of the warp's rows to the exchange, in the order of its lanes.
+  template <class HandOver>
+  FP_DEVICE void run(HandOver&& hand_over) {
     if constexpr (Shared::has_mailbox) {
       if (is_piece() && slotted.in_cluster) {
         log_pieces = 31 - __clz(__shfl_sync(0xffffffff, merge_field, 7));  // MergeItem::num_partials
@@ -71,7 +77,7 @@ struct DecodeCombine {
     for (int half = 0; half < 2; ++half) {
       if (half * 8 >= unit.num_rows) break;
       if (half > 0) ptx::named_barrier(barrier, threads);  // all warps have read the exchange
-      hand_over(state, values, half);
+      hand_over(half);
       ptx::named_barrier(barrier, threads);
       write_rows(half);
     }

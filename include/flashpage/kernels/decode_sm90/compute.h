@@ -1,6 +1,7 @@
 // The computing warps of decode_sm90: they multiply the slots that the loading warps fill.
 #pragma once
 #include "flashpage/kernels/decode_sm90/combine.h"
+#include "flashpage/kernels/decode_sm90/swapped_unit.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/tile/load/half_query.h"
@@ -76,8 +77,21 @@ struct DecodeCompute {
     const Unit unit = slotted.place.unit;
     const int slots = slotted.slots;
     // The team's rank in this unit. States are summed in this order, so that it does not depend on earlier units.
-    const int rank = (team - use) % teams;
+    const int rank = teams == 8 ? (team - use) % teams : (team + teams - use % teams) % teams;
     DecodeCombine<Traits> combine(shared, params, slotted, unit, rank, first_row, part, thread);
+    if constexpr (S::swaps) {
+      SwappedUnit<Traits> swapped(shared, params, slotted, rank, lane);
+      swapped.run(query_tile, use);
+      if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
+      combine.run([&](int) { swapped.hand_over(); });
+    } else {
+      attend_rows(combine, unit, slots, rank, slotted, query_tile);
+    }
+  }
+
+  FP_DEVICE void attend_rows(DecodeCombine<Traits>& combine, const Unit& unit, int slots, int rank,
+                             const SlottedPlace& slotted, u8* query_tile) {
+    const WorkItem& item = slotted.place.item;
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
     state.clear();

@@ -24,8 +24,8 @@ struct DecodeWarps {
   // Lanes that copy scales need more.
   static constexpr bool has_scales = StoredFormats<Traits>::has_scales;
   static constexpr int loading_registers = has_scales ? 120 : 104;
-  static constexpr int computing_registers = has_scales ? 192 : 200;
-  static_assert(computing == 8);
+  static constexpr int computing_registers = computing == 12 ? 128 : has_scales ? 192 : 200;
+  static_assert(computing == 8 || computing == 12);
 };
 
 template <class Traits>
@@ -42,7 +42,7 @@ struct DecodeShared {
   struct None {};
   using Rotations = typename select_type<S::rotate, RotationTable<Traits>, None>::type;
   // The mailbox serves units of few rows and columns. With RoPE, the rotation table leaves no room for it.
-  static constexpr bool has_mailbox = Traits::tile_q == 16 && Traits::head_dim_vo <= 256 && !S::rotate;
+  static constexpr bool has_mailbox = Traits::tile_q <= 16 && Traits::head_dim_vo <= 256 && !S::rotate;
   using Mailbox = typename select_type<has_mailbox, ClusterMailbox, None>::type;
 
   static constexpr int slot_bytes = key_bytes + value_bytes;

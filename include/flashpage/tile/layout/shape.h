@@ -42,7 +42,9 @@ struct Shape {
 
   static constexpr int threads = 32 * Traits::warps_q * Traits::warps_v * Traits::warps_kv;  // threads that compute
   static constexpr int rows_a_warp = Traits::tile_q / Traits::warps_q;
-  static constexpr int row_tiles = rows_a_warp / 16;  // m16 tiles of one warp
+  // Units of at most eight rows, whose products have their factors swapped (tile/product/swapped.h).
+  static constexpr bool swaps = Traits::tile_q == 8;
+  static constexpr int row_tiles = swaps ? 1 : rows_a_warp / 16;  // m16 tiles of one warp
   static constexpr int warp_tokens = swizzled ? Traits::tile_kv : Traits::tile_kv / Traits::warps_kv;
   // Steps of Q K^T: products of 16 terms, or 32 of fp8.
   static constexpr int key_steps = ceil_div(Traits::head_dim_qk, fp8_products ? 32 : 16);
@@ -77,7 +79,7 @@ struct Shape {
     return pass + 1 == value_passes ? Traits::head_dim_vo - value_columns : pass * value_columns;
   }
 
-  static_assert(Traits::tile_q == 16 * row_tiles * Traits::warps_q && warp_tokens % 16 == 0);
+  static_assert((swaps || Traits::tile_q == 16 * row_tiles * Traits::warps_q) && warp_tokens % 16 == 0);
   static_assert(warps_share_columns || Traits::warps_v == 1);
   static_assert(swizzled || Traits::warps_q == 1 || Traits::warps_kv == 1);
 };

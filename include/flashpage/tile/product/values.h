@@ -139,11 +139,11 @@ template <class Traits, class Store>
 FP_DEVICE void for_each_column_of_pair(const float (&even)[4], const float (&odd)[4], int pair, int half, int lane,
                                        Store&& store) {
   int t = lane % 4, e = half * 2;
-  if constexpr (Shape<Traits>::Formats::value_bits == 4) {  // two pairs have the columns of 32 (tile/product/four_bits.h)
+  if constexpr (Shape<Traits>::Formats::value_bits == 4 && !Shape<Traits>::swaps) {  // two pairs have the columns of 32 (tile/product/four_bits.h)
     const int first = t * 8 + pair % 2 * (2 - 16);
     store(first, even[e], odd[e]);
     store(first + 4, even[e + 1], odd[e + 1]);
-  } else if constexpr (Shape<Traits>::Formats::value_bits == 8) {
+  } else if constexpr (Shape<Traits>::Formats::value_bits < 16) {
     store(t * 4, even[e], odd[e]);
     store(t * 4 + 2, even[e + 1], odd[e + 1]);
   } else {

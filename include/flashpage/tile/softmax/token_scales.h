@@ -30,12 +30,12 @@ FP_DEVICE void scale_scores(float (&scores)[1][token_tiles][4], u32 scales, int 
 // Probabilities are multiplied by scales divided by `unit`, a power of two near the largest scale so far, so that fp16
 // has room for the products. Values are sums relative to it, as they are relative to the maximum of scores.
 struct ScaledProbabilities {
+  static constexpr float headroom = 128.f;
   float unit = 0.f;
 
   template <class Format, int token_tiles, int value_tiles>
   FP_DEVICE void scale(float (&probabilities)[1][token_tiles][4], float (&values)[1][value_tiles][4], u32 scales,
                        int lane) {
-    constexpr float headroom = 128.f;
     float top = 0.f;
 #pragma unroll
     for (int n = 0; n < token_tiles; ++n) {
@@ -43,8 +43,7 @@ struct ScaledProbabilities {
       top = fmaxf(top, fmaxf(fabsf(factors.x), fabsf(factors.y)));
     }
     if (__any_sync(0xffffffff, top > unit * headroom)) {
-      constexpr u32 smallest = 0x08000000;  // 2^-111
-      const float next = __uint_as_float(max_of(__float_as_uint(quad_max(top)) & 0x7f800000, smallest));
+      const float next = unit_of(quad_max(top));
       const float factor = unit * inverse(next);
 #pragma unroll
       for (int n = 0; n < value_tiles; ++n)
@@ -61,7 +60,10 @@ struct ScaledProbabilities {
     }
   }
 
- private:
+  FP_DEVICE static float unit_of(float largest) {
+    constexpr u32 smallest = 0x08000000;  // 2^-111
+    return __uint_as_float(max_of(__float_as_uint(largest) & 0x7f800000, smallest));
+  }
   // Of a power of two from 2^-111 to 2^126.
   FP_DEVICE static float inverse(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
 };
