@@ -73,7 +73,6 @@ struct DecodeCompute {
   struct Nothing {};
 
   FP_DEVICE void attend(const SlottedPlace& slotted, u8* query_tile) {
-    const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
     const int slots = slotted.slots;
     // The team's rank in this unit. States are summed in this order, so that it does not depend on earlier units.
