@@ -184,12 +184,11 @@ _AHEAD = (
             Ahead(BF16, kv, (d, d), rows, ONE_TOKEN)
             for kv, (d, rows) in itertools.product((BF16, E4M3), ((128, 16), (128, 64), (256, 16)))
         ),
-        *(
-            Ahead(BF16, BYTES, (d, d), 16, kv_format=name)
-            for name, d in itertools.product(("nvfp4", "e4m3_token", "int8_token", "int4_token"), (64, 128))
-        ),
-        *(Ahead(BF16, BYTES, (128, 128), rows, kv_format="nvfp4") for rows in (32, 64)),
-        Ahead(BF16, BYTES, (128, 128), 16, ONE_TOKEN, kv_format="nvfp4"),
+        *(Ahead(BF16, BYTES, (d, d), 8, kv_format="nvfp4") for d in (64, 128)),
+        Ahead(BF16, BYTES, (128, 128), 16, kv_format="nvfp4"),
+        Ahead(BF16, BYTES, (128, 128), 8, ONE_TOKEN, kv_format="nvfp4"),
+        Ahead(BF16, BYTES, (128, 128), 8, kv_format="int4_token"),
+        *(Ahead(BF16, BYTES, (128, 128), 16, kv_format=name) for name in ("e4m3_token", "int8_token")),
         *(Ahead(BF16, BF16, (d, 128), 64, RAGGED) for d in (128, 192)),
         Ahead(BF16, BF16, (128, 128), 16, RAGGED),
     ),
