@@ -1,5 +1,6 @@
 // decode_sm90 on the host: loading and computing warps as fibers, mma.sync by the fragments of the PTX manual. For
-// tests/kernels/test_decode_formats.py, which sets TRAITS: the name of the file with the rendered Variant and Traits, whose formats' headers come first.
+// tests/kernels/test_decode_formats.py, which sets TRAITS: the name of the file with the rendered Variant and Traits,
+// whose formats' headers come first.
 #include "flashpage/kernels/decode_sm90/kernel.h"
 #include "flashpage/params/variant.h"
 #include "hopper.h"

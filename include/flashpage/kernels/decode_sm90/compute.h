@@ -155,7 +155,7 @@ struct DecodeCompute {
       float factor = has_token_scales<ValueFormat> ? value_scale.unit : 1.f;
       if constexpr (S::Formats::value_bits == 4) factor *= ValueFormat::half_unit;
 #pragma unroll
-      for (float(&tile)[4] : values[0])
+      for (float (&tile)[4] : values[0])
 #pragma unroll
         for (float& value : tile) value *= factor;
     }

@@ -80,7 +80,7 @@ struct SwappedUnit {
       }
 #pragma unroll
       for (int chunk = 0; chunk < column_tiles / 2; ++chunk) {
-        const float(&first)[4] = values[2 * chunk], (&second)[4] = values[2 * chunk + 1];
+        const float (&first)[4] = values[2 * chunk], (&second)[4] = values[2 * chunk + 1];
         // In the order of for_each_column_of_pair for values of eight bits.
         shared.exchange[rank][0][2 * chunk + lane / 16][row * 4 + lane / 4 % 4] =
             make_float4(first[e] * factor, second[e] * factor, first[e + 2] * factor, second[e + 2] * factor);
@@ -149,8 +149,8 @@ struct SwappedUnit {
   FP_DEVICE void hide(float (&scores)[row_tiles][4], i32 first) const {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const TokenRange range = visible_range(params, slotted.place.item,
-                                             query_position(slotted.place.item, packed_row(e).row));
+      const TokenRange range =
+          visible_range(params, slotted.place.item, query_position(slotted.place.item, packed_row(e).row));
       const i32 mine = first + lane / 4;
 #pragma unroll
       for (int m = 0; m < row_tiles; ++m)

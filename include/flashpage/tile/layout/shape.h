@@ -57,9 +57,9 @@ struct Shape {
   static constexpr bool warps_share_columns = swizzled || latent;
   static constexpr int value_parts = warps_share_columns ? Traits::warps_v : ceil_div(Traits::head_dim_vo, 256);
   static constexpr int value_passes = warps_share_columns ? 1 : value_parts;
-  static constexpr int value_columns =
-      value_parts == 1 ? Traits::head_dim_vo
-                       : round_up(ceil_div(Traits::head_dim_vo, value_parts), swizzled ? 1024 / Formats::value_bits : 16);
+  static constexpr int value_columns = value_parts == 1 ? Traits::head_dim_vo
+                                                        : round_up(ceil_div(Traits::head_dim_vo, value_parts),
+                                                                   swizzled ? 1024 / Formats::value_bits : 16);
   static constexpr int value_tiles = round_up(value_columns, 16) / 8;  // n8 tiles of one warp's accumulator
 
   using QueryRows = SharedRows<Query, Traits::head_dim_qk>;

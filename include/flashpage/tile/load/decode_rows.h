@@ -131,7 +131,8 @@ struct DecodeRows {
       const u32 lane_to = to + Target::chunk_offset(lane_row, lane_chunk);
       const u32 lane_byte = lane_chunk * 16;
       constexpr int passes = ceil_div(group_tokens, rows_a_pass);
-      constexpr int batch = all ? min_of(passes, sizeof(Cache) == 1 || first_slots > 2 ? 2 : 4) : 1;  // limited by registers
+      constexpr int batch =
+          all ? min_of(passes, sizeof(Cache) == 1 || first_slots > 2 ? 2 : 4) : 1;  // limited by registers
 #pragma unroll 1
       for (int begin = 0; begin < group_tokens; begin += batch * rows_a_pass) {
         // Reads all sources before it issues the copies: ptxas makes a cp.async wait for earlier accesses to shared

@@ -1,10 +1,10 @@
-// Keys and values of four bits on their way to the tensor cores (formats/format.h). A word of eight numbers becomes four
-// pairs, which are the halves of two k16 steps of keys, or of four n8 tiles of values; scales of blocks and zero points
-// are applied to them.
+// Keys and values of four bits on their way to the tensor cores (formats/format.h). A word of eight numbers becomes
+// four pairs, which are the halves of two k16 steps of keys, or of four n8 tiles of values; scales of blocks and zero
+// points are applied to them.
 //
 // A lane's word of a key, from ldmatrix, has eight consecutive columns. Pairs have columns i and i + 4 of them, and Q's
-// fragments have the same order (FourBitQuery). A lane's word of values, from the transposing ldmatrix, has four columns
-// of two neighbouring tokens; so tile i of four has every fourth column of 32, from column i on.
+// fragments have the same order (FourBitQuery). A lane's word of values, from the transposing ldmatrix, has four
+// columns of two neighbouring tokens; so tile i of four has every fourth column of 32, from column i on.
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/ldmatrix.h"

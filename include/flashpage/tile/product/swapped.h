@@ -1,9 +1,9 @@
-// Products of at most eight query rows with keys and values of four bits, with the factors swapped: K Q^T and V^T P^T. The
-// tensor core's 16 rows are then tokens, or columns of V, where the usual order would leave at least eight empty: products,
-// scores, accumulators and Q take half of the instructions and registers.
+// Products of at most eight query rows with keys and values of four bits, with the factors swapped: K Q^T and V^T P^T.
+// The tensor core's 16 rows are then tokens, or columns of V, where the usual order would leave at least eight empty:
+// products, scores, accumulators and Q take half of the instructions and registers.
 //
-// A lane has the scores of query rows 2 * (lane % 4) + {0, 1} with tokens lane / 4 and lane / 4 + 8 of 16, and of the same
-// rows values 4 * (lane / 4) + {0, 1, 2, 3} of each 32 columns.
+// A lane has the scores of query rows 2 * (lane % 4) + {0, 1} with tokens lane / 4 and lane / 4 + 8 of 16, and of the
+// same rows values 4 * (lane / 4) + {0, 1, 2, 3} of each 32 columns.
 #pragma once
 #include "flashpage/ptx/movmatrix.h"
 #include "flashpage/tile/product/four_bits.h"
@@ -74,7 +74,7 @@ FP_DEVICE void multiply_values_swapped(float (&values)[column_tiles][4], const f
   const u32 lane_address = Rows::lane_address(value, lane % 16, lane / 16);
 #pragma unroll
   for (int step = 0; step < row_tiles; ++step) {
-    const float(&p)[4] = probabilities[step];
+    const float (&p)[4] = probabilities[step];
     const u32 b0 = ptx::transpose_matrix(ptx::pack2<Half>(p[0], p[1]));
     const u32 b1 = ptx::transpose_matrix(ptx::pack2<Half>(p[2], p[3]));
     const FourBitValues<Traits> of_tokens(scales + step * 16 * FourBitValues<Traits>::bytes, lane);

@@ -139,7 +139,8 @@ template <class Traits, class Store>
 FP_DEVICE void for_each_column_of_pair(const float (&even)[4], const float (&odd)[4], int pair, int half, int lane,
                                        Store&& store) {
   int t = lane % 4, e = half * 2;
-  if constexpr (Shape<Traits>::Formats::value_bits == 4 && !Shape<Traits>::swaps) {  // two pairs have the columns of 32 (tile/product/four_bits.h)
+  if constexpr (Shape<Traits>::Formats::value_bits == 4 &&
+                !Shape<Traits>::swaps) {  // two pairs have the columns of 32 (tile/product/four_bits.h)
     const int first = t * 8 + pair % 2 * (2 - 16);
     store(first, even[e], odd[e]);
     store(first + 4, even[e + 1], odd[e + 1]);
@@ -159,9 +160,10 @@ FP_DEVICE void for_each_column_pair(const float (&row_tile)[Shape<Traits>::value
   using S = Shape<Traits>;
 #pragma unroll
   for (int n = 0; n < S::value_tiles; n += 2) {
-    for_each_column_of_pair<Traits>(row_tile[n], row_tile[n + 1], n / 2, half, lane, [&](int at, float first, float second) {
-      if (n * 8 + at < S::value_columns) store(n * 8 + at, first, second);
-    });
+    for_each_column_of_pair<Traits>(row_tile[n], row_tile[n + 1], n / 2, half, lane,
+                                    [&](int at, float first, float second) {
+                                      if (n * 8 + at < S::value_columns) store(n * 8 + at, first, second);
+                                    });
   }
 }
 

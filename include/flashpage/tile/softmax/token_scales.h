@@ -6,7 +6,8 @@
 
 namespace flashpage {
 
-// The factors of this lane's two tokens of an n8 tile. `scales`: shared address of the scales of the tile's first token.
+// The factors of this lane's two tokens of an n8 tile. `scales`: shared address of the scales of the tile's first
+// token.
 template <class Format>
 FP_DEVICE float2 token_factors(u32 scales, int tile, int lane) {
   using Scale = typename Format::Scale;
