@@ -27,6 +27,7 @@ from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tensor_maps import loader_tokens
 from flashpage.kernels.work import Problem, Work
+from flashpage.variants.variant import builtin
 
 _EDGES = (0, 1, 17, 33, 129, 300)
 _PAIR = (130, 9)
@@ -70,6 +71,8 @@ CASES = [
         q_len=4,
         num_q_heads=8,
     ),
+    decode("nvfp4-cap", "a soft cap, fp16", _PAIR, kv_format="nvfp4", soft_cap=8.0, q_dtype="float16"),
+    decode("int8-256", "Q in shared memory, two warps a slot", _PAIR, head_dim=256, kv_format="int8_token"),
     decode("int8", "scales of tokens", _EDGES, kv_format="int8_token"),
     decode("e4m3", "scales of tokens, single rows", _PAIR, head_dim=128, kv_format="e4m3_token", page_size=1),
     decode("pair", "K and V differ in bits", _PAIR, head_dim=128, kv_format="nvfp4+float8_e4m3fn"),
@@ -81,12 +84,14 @@ def options_of(case: Case) -> Options:
     q, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.out_type))
     k_format, v_format = format_rows.names(case)
     sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim, case.page_size)
-    return Options("paged", *sizes, q, DType.BYTES, out, causal=case.causal, k_format=k_format, v_format=v_format)
+    more = {"causal": case.causal, "has_soft_cap": bool(case.soft_cap)}
+    return Options("paged", *sizes, q, DType.BYTES, out, k_format=k_format, v_format=v_format, **more)
 
 
 def spec_of(case: Case) -> KernelSpec:
     rows = case.num_q_heads // case.num_kv_heads * max(case.q_lens)
-    choice = choose_for_card(Problem(options_of(case), rows), devices.H200)
+    variant = builtin(soft_cap=case.soft_cap).spec
+    choice = choose_for_card(Problem(options_of(case), rows), devices.H200, variant)
     assert choice.kernel is decode_sm90.KERNEL
     return choice.spec
 
@@ -123,6 +128,7 @@ def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tenso
     line = decode_sm90.KERNEL.line_bytes(spec)
     maps = (Map * 2)(*(map_of(rows, (line, box, 1, 1)) for rows in ((k, v) if box else ())))
     args, flags = native.VariantArgs(), traits_flags(spec)
+    args.scalars[0] = case.soft_cap
     library = ctypes.CDLL(str(shared_library("decode_kernel.cpp", first_include="hopper", flags=flags)))
     left = library.run_decode(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
     return out, lse, left
