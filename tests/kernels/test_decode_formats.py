@@ -71,6 +71,7 @@ CASES = [
         q_len=4,
         num_q_heads=8,
     ),
+    decode("nvfp4-signs", "scales by head, of either sign", (70, 300, 2), kv_format="nvfp4", scales="signs"),
     decode("nvfp4-cap", "a soft cap, fp16", _PAIR, kv_format="nvfp4", soft_cap=8.0, q_dtype="float16"),
     decode("int8-256", "Q in shared memory, two warps a slot", _PAIR, head_dim=256, kv_format="int8_token"),
     decode("int8", "scales of tokens", _EDGES, kv_format="int8_token"),
@@ -120,6 +121,9 @@ def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tenso
         box_tokens=box,
         num_kv_indices=inputs.indices.numel(),
     )
+    for name, scales in inputs.scales.items():
+        setattr(params, name, scales.data_ptr())
+        setattr(params, f"{name}_stride", 1)
     k, v = inputs.cache.rows()
     views = (params.k, params.v, params.key_scales, params.value_scales)
     for view, rows in zip(views, (k, v, *inputs.scale_cache.rows()), strict=True):
