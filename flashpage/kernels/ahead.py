@@ -7,12 +7,12 @@ import dataclasses
 from ..base.dtypes import DType
 from ..variants.spec import VariantSpec
 from ..variants.variant import builtin
-from . import latent_formats
+from . import kv_formats, latent_formats
 from .context_classes import ContextClass
 from .options import Options, out_dtype_of
 from .work import Problem
 
-BF16, FP16, E4M3 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3
+BF16, FP16, E4M3, BYTES = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3, DType.BYTES
 HEAD_DIMS = (64, 128, 256)
 RAGGED, ONE_TOKEN = 0, 1  # page sizes; the others are multiples of 8
 
@@ -32,6 +32,7 @@ class Ahead:
     contexts: ContextClass = ContextClass.USUAL
     kv_source: str = ""  # latent or selected; empty: by the page size
     latent_format: str = latent_formats.PLAIN
+    kv_format: str = kv_formats.PLAIN  # of K and V
     is_default: bool = True  # used by most models; CI also compiles these with NVRTC
 
     @property
@@ -48,6 +49,8 @@ class Ahead:
                 kv_dtype=self.kv_dtype,
                 out_dtype=out_dtype_of(self.q_dtype),
                 latent_format=self.latent_format,
+                k_format=self.kv_format,
+                v_format=self.kv_format,
                 has_mask=self.has_mask,
                 has_soft_cap=self.has_soft_cap,
                 position_encoding="ROPE_LLAMA" if self.rotates else "NONE",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
+from .ahead import BF16, BYTES, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .kernel import (
     FP8,
     HALF,
@@ -17,7 +17,6 @@ from .kernel import (
     attention_traits,
     dtypes,
     head_dims,
-    no_kv_formats,
     no_latent_rows,
 )
 from .spec import KernelSpec
@@ -28,6 +27,8 @@ from .work import InnerLoop, Work
 MOST_PACKED_ROWS = 64
 _LOADING_WARPS = 4  # DecodeWarps::loading of the header
 _MOST_STAGES = 64  # the header uses as many as fit the ring
+_FORMAT_ROWS_STAGES = 16  # with more, page numbers of a round take too many registers
+_SWAPPED_TEAMS = 12  # of one warp: their accumulators are half as large
 _HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measured
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
@@ -40,19 +41,31 @@ def _tile(work: Work) -> Tile:
         loop = InnerLoop.HEAVY  # single rows arrive too slowly in slots of 16 tokens
     # Accumulators of more columns (already of 256, if fp8 is widened or scores are computed on) take too many
     # registers.
-    has_more = options.kv_dtype.is_fp8 or loop is not InnerLoop.PLAIN
+    has_more = options.kv_dtype.size == 1 or loop is not InnerLoop.PLAIN
     if work.packed_rows <= 16 and not _slots_fit(work):
         has_more = True  # four teams need fewer slots than eight
     warps_v = 4 if options.head_dim_vo > 256 else 2 if options.head_dim_vo > 128 and has_more else 1
     if _is_small(work):
         warps_v = _small_warps_v(work)
+    if _swaps(work):
+        return Tile(8, 32, 1, _SWAPPED_TEAMS, _MOST_STAGES, 1, 1)
     tile_q = next(rows for rows in (16, 32, 64) if work.packed_rows <= rows or rows * warps_v == 128)
     warps_q = tile_q // 16
     tile_kv = _slot_tokens(work)
     if loop is InnerLoop.LOADING:
         tile_kv = 16  # the loads of more tokens, all in flight at once, take too many registers
     limit = work.card.shared_bytes if _is_small(work) else 0
-    return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), _MOST_STAGES, 1, warps_v, shared_limit=limit)
+    stages = _FORMAT_ROWS_STAGES if options.has_formats and boxes_or_rows(options) == "rows" else _MOST_STAGES
+    return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), stages, 1, warps_v, shared_limit=limit)
+
+
+def _swaps(work: Work) -> bool:
+    """Whether units have at most eight packed rows, over K and V of four bits: their products have swapped factors
+    (tile/product/swapped.h)."""
+    options = work.options
+    has_four_bits = options.has_formats and all(side.bits == 4 for side in options.formats)
+    is_plain = work.loop is InnerLoop.PLAIN and work.mask_source == "implicit"
+    return has_four_bits and work.packed_rows <= 8 and is_plain
 
 
 def _is_small(work: Work) -> bool:
@@ -73,9 +86,10 @@ def _fits_small_cards(work: Work) -> str | None:
         return None
     slots = max(8 // _small_warps_v(work), _LOADING_WARPS)
     slots_fit = work.widest <= 256 and slots * 16 * _token_bytes(work) <= 48 << 10
-    if slots_fit and not work.rotates and not options.kv_dtype.is_fp8:
+    if slots_fit and not work.rotates and options.kv_dtype.size > 1:
         return None
-    what = dims if not slots_fit else "in-kernel RoPE" if work.rotates else f"kv_data_type {options.kv_dtype.value}"
+    stored = f"kv_format {options.k_format}" if options.has_formats else f"kv_data_type {options.kv_dtype.value}"
+    what = dims if not slots_fit else "in-kernel RoPE" if work.rotates else stored
     return f"it has no {what} within {work.card.shared_bytes} bytes of shared memory"
 
 
@@ -89,26 +103,46 @@ def _has_slots(work: Work) -> str | None:
     return f"{dims} needs more shared memory for at most 16 packed rows than a CTA has"
 
 
+def _formats(work: Work) -> str | None:
+    """Refuses what is not written for K and V in formats: rows of 4 bits come in chunks of 32 columns, and Q must be in
+    registers, in the order of their numbers (tile/product/four_bits.h)."""
+    options = work.options
+    if not options.has_formats:
+        return None
+    over = f"over kv_format {options.k_format}, {options.v_format}"
+    if work.rotates:
+        return f"it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) {over}"
+    if work.loop is InnerLoop.LOADING:
+        return f"it has no variant that loads for each token {over}"
+    for name, side, dim in zip(
+        ("head_dim_qk", "head_dim_vo"), options.formats, (options.head_dim_qk, options.head_dim_vo), strict=True
+    ):
+        if side.bits == 4 and dim not in (64, 128):
+            return f"{name} {dim} is neither 64 nor 128, which rows of {side.name} must have"
+        if side.bits > 8 and side.name != options.q_dtype.widened.value:
+            return f"kv_format {side.name} is not the type of q, {options.q_dtype.value}"
+    return None
+
+
 def _slots_fit(work: Work) -> bool:
     return 8 * _slot_tokens(work) * _token_bytes(work) <= RING_BYTES
 
 
 def _slot_tokens(work: Work) -> int:
     is_short = _token_bytes(work) > 512 or _is_small(work)
-    return 16 if is_short and not work.options.kv_dtype.is_fp8 else 32
+    return 16 if is_short and work.options.kv_dtype.size > 1 else 32
 
 
 def _token_bytes(work: Work) -> int:
     """Bytes of a token's rows of K and V in shared memory, in whole lines of 128."""
-    dims, size = (work.options.head_dim_qk, work.options.head_dim_vo), work.options.kv_dtype.size
-    return sum(-(-dim * size // 128) * 128 for dim in dims)
+    return sum(-(-row // LINE_BYTES) * LINE_BYTES for row in work.options.row_bytes)
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
     card = work.card
     return Cost(
         heads_on_axis=False,
-        ns_per_token=work.columns * work.options.kv_dtype.size / card.sm_bytes_per_ns,
+        ns_per_token=max(work.options.token_bytes / card.sm_bytes_per_ns, _conversion_ns(work)),
         ns_per_unit=500.0,
         # Units of 16 to 128 tokens: 2.0 us at head dimension 64, 2.2 to 2.4 at 128, 3.1 to 3.3 at 256 (an H200).
         least_ns_of_unit=1600.0 + 6.5 * work.options.head_dim_vo,
@@ -122,10 +156,19 @@ def _cost(work: Work, tile: Tile) -> Cost:
     )
 
 
+def _conversion_ns(work: Work) -> float:
+    """The time in which an SM converts a token of four bits, where that is longer than to load it: fitted on an H200 to
+    64 x 4k with heads of 64 and 128."""
+    has_four_bits = work.options.has_formats and any(side.bits == 4 for side in work.options.formats)
+    return 2.9 + 0.0133 * work.columns if has_four_bits else 0.0
+
+
 def _line_bytes(spec: KernelSpec) -> int:
     """Rows of at most 64 bytes have lines of 64, so that the ring holds twice as many."""
-    row_bytes = max(spec.head_dim_qk, spec.head_dim_vo) * spec.kv_dtype.size
-    is_narrow = spec.loader == "boxes" and spec.position_encoding == "none" and row_bytes <= NARROW_LINE_BYTES
+    k, v = spec.formats
+    row_bytes = max(k.row_bytes(spec.head_dim_qk), v.row_bytes(spec.head_dim_vo))
+    may_be_narrow = spec.has_formats or (spec.loader == "boxes" and spec.position_encoding == "none")
+    is_narrow = may_be_narrow and row_bytes <= NARROW_LINE_BYTES
     return NARROW_LINE_BYTES if is_narrow else LINE_BYTES
 
 
@@ -151,6 +194,11 @@ _AHEAD = (
             Ahead(BF16, kv, (d, d), rows, ONE_TOKEN)
             for kv, (d, rows) in itertools.product((BF16, E4M3), ((128, 16), (128, 64), (256, 16)))
         ),
+        *(Ahead(BF16, BYTES, (d, d), 8, kv_format="nvfp4") for d in (64, 128)),
+        Ahead(BF16, BYTES, (128, 128), 16, kv_format="nvfp4"),
+        Ahead(BF16, BYTES, (128, 128), 8, ONE_TOKEN, kv_format="nvfp4"),
+        Ahead(BF16, BYTES, (128, 128), 8, kv_format="int4_token"),
+        *(Ahead(BF16, BYTES, (128, 128), 16, kv_format=name) for name in ("e4m3_token", "int8_token")),
         *(Ahead(BF16, BF16, (d, 128), 64, RAGGED) for d in (128, 192)),
         Ahead(BF16, BF16, (128, 128), 16, RAGGED),
     ),
@@ -166,7 +214,7 @@ KERNEL = AttentionKernel(
     accepts=(
         ability("bulk copies"),
         no_latent_rows,
-        no_kv_formats,
+        _formats,
         *dtypes(q=HALF + FP8, out=HALF),
         head_dims(16, 512, 8),
         _has_slots,
@@ -176,6 +224,7 @@ KERNEL = AttentionKernel(
     cost=_cost,
     loader=boxes_or_rows,
     row_alignment=16,
+    scale_alignment=16,
     merges_in_launch=True,
     line_bytes=_line_bytes,
     runs_beside=True,

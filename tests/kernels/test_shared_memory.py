@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import struct
@@ -68,6 +69,12 @@ def specs_of(card: Device, step: int) -> list[KernelSpec]:
             continue  # plan refuses it, with reasons
         key = (spec.kernel, spec.tile, spec.loader, query, stored, qk, vo, spec.mask_source, spec.position_encoding)
         found.setdefault(key, spec)
+    pairs = (("nvfp4", "nvfp4"), ("int8_token", "int8_token"), ("int4_token", "float8_e4m3fn"), ("bfloat16", "nvfp4"))
+    for (k, v), dim, rows, page_size in itertools.product(pairs, (64, 128, 256), ROWS, (1, 16)):
+        options = Options("paged", 8, 8, dim, dim, page_size, BF16, DType.BYTES, BF16, k_format=k, v_format=v)
+        with contextlib.suppress(CapabilityError):
+            spec = choose_for_card(Problem(options, rows), card).spec
+            found[spec] = spec
     for name, rows in itertools.product(("plain", "scaled", *latent_formats.PACKED), (16, 32, 64)):
         stored, columns = BF16 if name == "plain" else E4M3, 512 if name == "deepseek_v4" else 576
         options = Options("latent", 16, 1, columns, 512, 16, BF16, stored, BF16, latent_format=name)
@@ -83,6 +90,7 @@ def source_of(specs: list[KernelSpec]) -> str:
     """A source with the launch numbers of all kernels and the code of none."""
     known = {spec.kernel: kernels.find(spec.kernel) for spec in specs}
     text = [f'#include "{kernel.header}"' for kernel in known.values()] + ['#include "flashpage/params/variant.h"']
+    text += [f'#include "{header}"' for header in {h: None for spec in specs for h in spec.format_headers}]
     if decode_sm90.KERNEL.name in known:
         text.append(f"static_assert(flashpage::decode_ring_bytes == {decode_sm90.RING_BYTES});")
     for number, spec in enumerate(specs):

@@ -15,6 +15,10 @@
 //                                  0, 1 and 2, 3 (8 bits)
 //   scale_pair<Wide>(scale)        if blocks of columns have scales: the factor of both elements of a pair
 //   unit                           of what widen and scale_pair give together: 1 for numbers as they are
+// and, with 4 bits, for decode_sm90, which computes in fp16 (tile/product/four_bits.h),
+//   half_unit                      of widen<Half> with what the next two add
+//   scale_halves(four, a, b)       blocks of columns: four scales as two pairs
+//   zero_bits(scale), widen<Half>(word, zeros, pairs)  zero points: a scale's, and numbers less a pair of them
 #pragma once
 #include "flashpage/formats/numbers.h"
 #include "flashpage/params/params.h"

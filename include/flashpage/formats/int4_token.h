@@ -33,6 +33,20 @@ struct Int4Token {
     return static_cast<u32>(x > 0.f ? at_most(x, 15.f) : 0.f);
   }
 
+  // As widen<Half>, less the pair of zero points of zero_bits.
+  static constexpr float half_unit = 1.f;
+  FP_DEVICE static u32 zero_bits(u32 scale) { return scale & 15; }
+  template <class Wide>
+  FP_DEVICE static void widen(u32 word, u32 zeros, u32 (&pairs)[4]) {
+    static_assert(is_same<Wide, Half>);
+    constexpr u32 one = 0x3c003c00, sixteenth = 0x2c002c00, large = 0x64006400;
+    const u32 minus_1024 = 0xe400e400 | zeros, minus_64 = 0xd400d400 | zeros << 4, later = word >> 8;
+    pairs[0] = ptx::fma_half2((word & 0x000f000f) | large, one, minus_1024);
+    pairs[1] = ptx::fma_half2((word & 0x00f000f0) | large, sixteenth, minus_64);
+    pairs[2] = ptx::fma_half2((later & 0x000f000f) | large, one, minus_1024);
+    pairs[3] = ptx::fma_half2((later & 0x00f000f0) | large, sixteenth, minus_64);
+  }
+
   // A number is the end of the mantissa of 1024 (fp16) or 128 (bf16); numbers four bits further up are 16 times as
   // large there, where the type has room for them.
   template <class Wide>

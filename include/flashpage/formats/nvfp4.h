@@ -35,8 +35,25 @@ struct Nvfp4 {
   // up for it but for 2^7, so that the largest scale is within the type.
   static constexpr float unit = 128.f;
 
+  // Four scales as two pairs of fp16; what widen<Half> gives is then divided by half_unit. Both are exact, and so is
+  // their product.
+  static constexpr float half_unit = 16384.f;
+  FP_DEVICE static void scale_halves(u32 four, u32& first, u32& second) {
+    ptx::widen4<Half, E4m3>(four, first, second);
+  }
+
   template <class Wide>
   FP_DEVICE static void widen(u32 word, u32 (&pairs)[4]) {
+    if constexpr (is_same<Wide, Half>) {
+      // In the first byte of an fp16 each number has all of its bits, so two steps convert four numbers.
+      const u32 even = (word << 4 & 0x80808080) | (word << 1 & 0x0e0e0e0e);
+      const u32 odd = (word & 0x80808080) | (word >> 3 & 0x0e0e0e0e);
+      pairs[0] = ptx::byte_permute(even, 0, 0x2404);
+      pairs[1] = ptx::byte_permute(odd, 0, 0x2404);
+      pairs[2] = even & 0xff00ff00;
+      pairs[3] = odd & 0xff00ff00;
+      return;
+    }
     constexpr int shift = is_same<Wide, Half> ? 9 : 6;  // from a number's last bit to the first bit of a mantissa
     constexpr u32 magnitudes = 0x00070007u << shift, signs = 0x80008000;
     pairs[0] = (word << shift & magnitudes) | (word << 12 & signs);

@@ -87,6 +87,23 @@ FP_DEVICE u32 mul_half2(u32 a, u32 b) {
   return product;
 }
 
+// a times one element of b, the first or the second.
+FP_DEVICE u32 mul_half2_by(u32 a, u32 b, int second) {
+  u32 product;
+  if (second) {
+    asm("{.reg .b16 low, high;\n .reg .b32 both;\n mov.b32 {low, high}, %2;\n mov.b32 both, {high, high};\n"
+        " mul.rn.f16x2 %0, %1, both;}"
+        : "=r"(product)
+        : "r"(a), "r"(b));
+  } else {
+    asm("{.reg .b16 low, high;\n .reg .b32 both;\n mov.b32 {low, high}, %2;\n mov.b32 both, {low, low};\n"
+        " mul.rn.f16x2 %0, %1, both;}"
+        : "=r"(product)
+        : "r"(a), "r"(b));
+  }
+  return product;
+}
+
 // fma_half2: a * b + c; negative_fma_half2: c - a * b.
 FP_DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
   u32 sum;

@@ -60,6 +60,12 @@ struct DecodeCombine {
   }
 
   FP_DEVICE void run(SoftmaxState<1>& state, float (&values)[S::value_tiles][4]) {
+    run([&](int half) { hand_over(state, values, half); });
+  }
+
+  // hand_over(half) writes half of the warp's rows to the exchange, in the order of its lanes.
+  template <class HandOver>
+  FP_DEVICE void run(HandOver&& hand_over) {
     if constexpr (Shared::has_mailbox) {
       if (is_piece() && slotted.in_cluster) {
         log_pieces = 31 - __clz(__shfl_sync(0xffffffff, merge_field, 7));  // MergeItem::num_partials
@@ -71,7 +77,7 @@ struct DecodeCombine {
     for (int half = 0; half < 2; ++half) {
       if (half * 8 >= unit.num_rows) break;
       if (half > 0) ptx::named_barrier(barrier, threads);  // all warps have read the exchange
-      hand_over(state, values, half);
+      hand_over(half);
       ptx::named_barrier(barrier, threads);
       write_rows(half);
     }
@@ -142,7 +148,7 @@ struct DecodeCombine {
   // Writes a lane's columns of two n8 tiles (for_each_column_of_pair).
   FP_DEVICE void write_pair(i64 offset, int pair, const float4& v) const {
     const float tiles[2][4] = {{v.x, v.y}, {v.z, v.w}};
-    for_each_column_of_pair<Traits>(tiles[0], tiles[1], 0, lane, [&](int column, float first, float second) {
+    for_each_column_of_pair<Traits>(tiles[0], tiles[1], pair, 0, lane, [&](int column, float first, float second) {
       column += pair * 16;
       if (column >= S::value_columns || part * S::value_columns + column >= Traits::head_dim_vo) return;
       store_pair<Traits>(params, is_piece(), offset + part * S::value_columns + column, first, second);

@@ -1,15 +1,18 @@
 // The computing warps of decode_sm90: they multiply the slots that the loading warps fill.
 #pragma once
 #include "flashpage/kernels/decode_sm90/combine.h"
+#include "flashpage/kernels/decode_sm90/swapped_unit.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/tile/load/half_query.h"
 #include "flashpage/tile/mask/mask.h"
+#include "flashpage/tile/product/four_bits.h"
 #include "flashpage/tile/product/query_fragments.h"
 #include "flashpage/tile/product/values.h"
 #include "flashpage/tile/rope/rotated_keys.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/softmax/softmax.h"
+#include "flashpage/tile/softmax/token_scales.h"
 #include "flashpage/tile/trace.h"
 
 namespace flashpage {
@@ -19,6 +22,8 @@ struct DecodeCompute {
   using S = Shape<Traits>;
   using Warps = DecodeWarps<Traits>;
   using Shared = DecodeShared<Traits>;
+  using KeyFormat = typename S::Formats::Key;
+  using ValueFormat = typename S::Formats::Value;
   static constexpr int tokens = Shared::tokens;
   static constexpr int threads = S::threads;
   static constexpr int teams = Warps::teams;
@@ -68,18 +73,32 @@ struct DecodeCompute {
   struct Nothing {};
 
   FP_DEVICE void attend(const SlottedPlace& slotted, u8* query_tile) {
-    const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
     const int slots = slotted.slots;
     // The team's rank in this unit. States are summed in this order, so that it does not depend on earlier units.
-    const int rank = (team - use) % teams;
+    const int rank = teams == 8 ? (team - use) % teams : (team + teams - use % teams) % teams;
     DecodeCombine<Traits> combine(shared, params, slotted, unit, rank, first_row, part, thread);
+    if constexpr (S::swaps) {
+      SwappedUnit<Traits> swapped(shared, params, slotted, rank, lane);
+      swapped.run(query_tile, use);
+      if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
+      combine.run([&](int) { swapped.hand_over(); });
+    } else {
+      attend_rows(combine, unit, slots, rank, slotted, query_tile);
+    }
+  }
+
+  FP_DEVICE void attend_rows(DecodeCombine<Traits>& combine, const Unit& unit, int slots, int rank,
+                             const SlottedPlace& slotted, u8* query_tile) {
+    const WorkItem& item = slotted.place.item;
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
     state.clear();
+    ScaledProbabilities value_scale;
     const WarpRows rows{params, item, unit, first_row, lane};
     if (rank == 0 && params.sinks) begin_with_sinks(state, rows);
     float scale = score_scale_of<Traits>(params, item, unit);
+    if constexpr (S::key_bits == 4) scale *= S::Formats::Key::half_unit;
     if constexpr (S::rotate) {
       rotate_query_by_table<Traits>(query_tile, shared.rotations, params, item, unit, thread);
       ptx::named_barrier(all_barrier, threads);
@@ -99,7 +118,8 @@ struct DecodeCompute {
       const auto origin = rotation_at(slotted.first_token + slot * tokens);
       shared.ring.wait_full(use + slot);
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
-      u8* tile = shared.slots[shared.ring.slot(use + slot)];
+      const u32 at = shared.ring.slot(use + slot);
+      u8* tile = shared.slots[at];
       u32 keys = ptx::shared_address(tile);
       i32 first = slotted.first_token + slot * tokens;
       if constexpr (Traits::loader == Loader::boxes) {
@@ -109,18 +129,36 @@ struct DecodeCompute {
       auto nothing = [](int) {};
       if constexpr (S::rotate) {
         multiply_rotated_keys<Traits>(scores, keys, lane, query_fragment, shared.rotations, origin);
+      } else if constexpr (S::key_bits == 4) {
+        multiply_four_bit_keys<Traits>(scores, keys, shared.scales.keys(at), lane, query_fragment);
       } else {
         multiply_keys<Traits>(scores, keys, lane, query_fragment, nothing);
       }
+      if constexpr (has_token_scales<KeyFormat>) scale_scores<KeyFormat>(scores, shared.scales.keys(at), lane);
       if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, rows, args, first);
       if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, rows, args, first);
       state.update(scores, values, softmax_scale_of<Traits>(scale, args));
+      if constexpr (has_token_scales<ValueFormat>)
+        value_scale.template scale<ValueFormat>(scores, values, shared.scales.values(at), lane);
       Probabilities<Traits, tokens / 8> probabilities(scores);
-      multiply_values(values, probabilities, keys + Shared::key_bytes + part * S::ValueRows::tile_bytes, lane, nothing);
+      const u32 value_tile = keys + Shared::key_bytes + part * S::ValueRows::tile_bytes;
+      if constexpr (S::Formats::value_bits == 4) {
+        multiply_four_bit_values<Traits>(values, probabilities.fragment, value_tile, shared.scales.values(at), lane);
+      } else {
+        multiply_values(values, probabilities, value_tile, lane, nothing);
+      }
       __syncwarp();
       if (lane == 0) shared.ring.release(use + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
+    if constexpr (S::Formats::value_bits == 4 || has_token_scales<ValueFormat>) {
+      float factor = has_token_scales<ValueFormat> ? value_scale.unit : 1.f;
+      if constexpr (S::Formats::value_bits == 4) factor *= ValueFormat::half_unit;
+#pragma unroll
+      for (float (&tile)[4] : values[0])
+#pragma unroll
+        for (float& value : tile) value *= factor;
+    }
     combine.run(state, values[0]);
   }
 

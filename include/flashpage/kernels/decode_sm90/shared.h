@@ -2,8 +2,10 @@
 #pragma once
 #include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/layout/slot_halves.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/load/query.h"
+#include "flashpage/tile/load/slot_scales.h"
 #include "flashpage/tile/load/slotted_place.h"
 #include "flashpage/tile/merge/cluster_merge.h"
 #include "flashpage/tile/rope/rotation.h"
@@ -19,9 +21,11 @@ struct DecodeWarps {
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place
-  static constexpr int loading_registers = 104;
-  static constexpr int computing_registers = 200;
-  static_assert(computing == 8);
+  // Lanes that copy scales need more.
+  static constexpr bool has_scales = StoredFormats<Traits>::has_scales;
+  static constexpr int loading_registers = has_scales ? 120 : 104;
+  static constexpr int computing_registers = computing == 12 ? 128 : has_scales ? 192 : 200;
+  static_assert(computing == 8 || computing == 12);
 };
 
 template <class Traits>
@@ -29,9 +33,8 @@ struct DecodeShared {
   using S = Shape<Traits>;
   static constexpr int tokens = S::warp_tokens;  // of one slot
   static constexpr int loading_warps = DecodeWarps<Traits>::loading;
-  static constexpr int key_bytes = LineRows<Traits::layout, typename S::Cache, Traits::head_dim_qk, tokens>::tile_bytes;
-  static constexpr int value_bytes =
-      LineRows<Traits::layout, typename S::Cache, Traits::head_dim_vo, tokens>::tile_bytes;
+  static constexpr int key_bytes = SlotHalves<Traits, tokens>::First::tile_bytes;
+  static constexpr int value_bytes = SlotHalves<Traits, tokens>::Second::tile_bytes;
   static constexpr int query_bytes = S::QueryRows::bytes(Traits::tile_q);
   // Units whose place and Q are loaded ahead of the computing warps: more if units may be short.
   static constexpr int places_ahead = query_bytes <= 4096 ? 4 : query_bytes <= 16384 ? 2 : 1;
@@ -39,7 +42,7 @@ struct DecodeShared {
   struct None {};
   using Rotations = typename select_type<S::rotate, RotationTable<Traits>, None>::type;
   // The mailbox serves units of few rows and columns. With RoPE, the rotation table leaves no room for it.
-  static constexpr bool has_mailbox = Traits::tile_q == 16 && Traits::head_dim_vo <= 256 && !S::rotate;
+  static constexpr bool has_mailbox = Traits::tile_q <= 16 && Traits::head_dim_vo <= 256 && !S::rotate;
   using Mailbox = typename select_type<has_mailbox, ClusterMailbox, None>::type;
 
   static constexpr int slot_bytes = key_bytes + value_bytes;
@@ -71,6 +74,7 @@ struct DecodeShared {
   u32 is_last_piece;
   Rotations rotations;
   Mailbox mailbox;
+  typename select_type<S::Formats::has_scales, SlotScales<Traits, tokens>, None>::type scales;
 };
 
 // The most shared memory of a CTA: Hopper's, or Traits::shared_limit of a card with less.

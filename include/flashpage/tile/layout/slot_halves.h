@@ -1,6 +1,7 @@
 // The two halves of a slot of tokens, which come from two views of the cache and follow each other in shared memory.
 #pragma once
 #include "flashpage/tile/layout/narrow_rows.h"
+#include "flashpage/tile/layout/stored_formats.h"
 
 namespace flashpage {
 
@@ -9,8 +10,9 @@ namespace flashpage {
 template <class Traits, int tokens>
 struct SlotHalves {
   static constexpr bool is_latent = flashpage::is_latent<Traits::kv_source>;
-  static constexpr int first_columns = is_latent ? Traits::head_dim_vo : Traits::head_dim_qk;
-  static constexpr int second_columns = is_latent ? Traits::head_dim_qk - Traits::head_dim_vo : Traits::head_dim_vo;
+  using Formats = StoredFormats<Traits>;
+  static constexpr int first_columns = is_latent ? Traits::head_dim_vo : Formats::key_columns;
+  static constexpr int second_columns = is_latent ? Traits::head_dim_qk - Traits::head_dim_vo : Formats::value_columns;
   using First = LineRows<Traits::layout, typename Traits::Cache, first_columns, tokens>;
   using Second = LineRows<Traits::layout, typename Traits::Cache, second_columns, tokens>;
 };

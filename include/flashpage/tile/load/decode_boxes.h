@@ -7,6 +7,7 @@
 #include "flashpage/tile/layout/slot_halves.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/load/kv_rows.h"
+#include "flashpage/tile/load/slot_scales.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {
@@ -19,12 +20,13 @@ struct DecodeBoxes {
   using Keys = typename SlotHalves<Traits, Slots::tokens>::First;
   using Values = typename SlotHalves<Traits, Slots::tokens>::Second;
   static constexpr bool paged = Traits::kv_source != KvSource::ragged;
-  static constexpr int arrivals = 1;  // at a slot's barrier, in addition to the bytes
+  static constexpr bool has_scales = StoredFormats<Traits>::has_scales;
+  static constexpr int arrivals = has_scales ? 1 + 32 : 1;  // at a slot's barrier, in addition to the bytes
 
   // K and V of one unit.
   struct Source {
     i64 offset;  // paged: index of the first page number; ragged: first row
-    i32 kv_head, first_token, kv_end;
+    i32 kv_head, first_token, kv_begin, kv_end;
     i32 slots = 0;
     i32 own;  // the warp's first slot
     BoxOrigin found, found_next;
@@ -45,6 +47,7 @@ struct DecodeBoxes {
     source.offset = place.item.kv_offset;
     source.kv_head = unit.kv_head;
     source.first_token = paged ? unit.kv_begin >> box_shift << box_shift : unit.kv_begin;
+    source.kv_begin = unit.kv_begin;
     source.kv_end = unit.kv_end;
     if (unit.kv_end > unit.kv_begin) source.slots = ceil_div(unit.kv_end - source.first_token, Slots::tokens);
     source.own = own;
@@ -85,6 +88,7 @@ struct DecodeBoxes {
     const int present = min_of(boxes, (source.kv_end - token + (1 << box_shift) - 1) >> box_shift);
     u32 barrier = shared.ring.full_barrier(use), tile = ptx::shared_address(shared.slots[shared.ring.slot(use)]);
     shared.ring.wait_empty(use);
+    if constexpr (has_scales) load_scales(source, slot, use, first);
     if (!ptx::elect_one()) return;
     ptx::mbarrier_arrive_expect(barrier, present * (Keys::panels + Values::panels) * Keys::stride << box_shift);
 #pragma unroll
@@ -100,6 +104,21 @@ struct DecodeBoxes {
         ptx::tensor_copy(box + Keys::tile_bytes + panel * Values::panel_bytes, maps.v, barrier,
                          panel * Values::panel_columns, at[i].row, source.kv_head, at[i].page, policy);
     }
+  }
+
+  // A lane copies the scales of one of 32 tokens; `first` is the slot's first box.
+  FP_DEVICE void load_scales(const Source& source, int slot, u32 use, int first) const {
+    const KvRows<Traits::kv_source> rows(params, source.offset);
+#pragma unroll
+    for (int begin = 0; begin < Slots::tokens; begin += 32) {
+      const int in_slot = begin + threadIdx.x % 32;
+      const i32 token = source.first_token + slot * Slots::tokens + in_slot;
+      const i32 page = paged ? __shfl_sync(0xffffffff, source.found.page, first + (in_slot >> box_shift)) : 0;
+      if (Slots::tokens % 32 != 0 && in_slot >= Slots::tokens) continue;
+      shared.scales.load(params, rows, shared.ring.slot(use), in_slot,
+                         token >= source.kv_begin && token < source.kv_end, page, token, source.kv_head);
+    }
+    ptx::mbarrier_arrive_after_copies(shared.ring.full_barrier(use));
   }
 
   // The origin of the lane's box among the warp's 32 boxes from `first` on.

@@ -5,6 +5,7 @@
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/load/copy.h"
 #include "flashpage/tile/load/kv_rows.h"
+#include "flashpage/tile/load/slot_scales.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {
@@ -68,6 +69,7 @@ struct DecodeRows {
       copy<Halves::first_columns>(source, params.k, tile, found, slot, group);
       if constexpr (Halves::second_columns > 0)
         copy<Halves::second_columns>(source, params.v, tile + Halves::First::tile_bytes, found, slot, group);
+      if constexpr (StoredFormats<Traits>::has_scales) load_scales(source, at, found, slot, group);
       look_ahead(source, ahead, slot + Traits::stages, group);
     }
     ptx::mbarrier_arrive_after_copies(shared.ring.full_barrier(use));
@@ -78,6 +80,14 @@ struct DecodeRows {
   }
 
  private:
+  FP_DEVICE void load_scales(const Source& source, int at, i32 found, int slot, int group) const {
+    const int in_group = threadIdx.x % 32;
+    if (in_group >= group_tokens) return;
+    const i32 token = token_of(source, slot, group);
+    const bool exists = token < source.kv_end;
+    shared.scales.load(params, Rows(params, source.offset), at, group * group_tokens + in_group, exists, found,
+                       exists ? token : max_of(source.kv_end - 1, 0), source.kv_head);
+  }
   FP_DEVICE void look_ahead(const Source& source, i32* to, int slot, int group) const {
     if constexpr (Traits::kv_source != KvSource::ragged) {
       const Rows rows(params, source.offset);
@@ -94,7 +104,7 @@ struct DecodeRows {
   // Copies the rows of at most 32 tokens; rows that do not exist become zero.
   template <int columns>
   FP_DEVICE void copy(const Source& source, const KvView& view, u8* tile, i32 found, int slot, int group) const {
-    using Target = SwizzledRows<Cache, columns, Slots::tokens>;
+    using Target = LineRows<Traits::layout, Cache, columns, Slots::tokens>;
     constexpr int bytes = copy_bytes<Cache, columns>;
     i32 count = source.kv_end - source.first_token - slot * Slots::tokens - group * group_tokens;
     i32 token = min_of(token_of(source, slot, group), max_of(source.kv_end - 1, 0));
@@ -121,7 +131,8 @@ struct DecodeRows {
       const u32 lane_to = to + Target::chunk_offset(lane_row, lane_chunk);
       const u32 lane_byte = lane_chunk * 16;
       constexpr int passes = ceil_div(group_tokens, rows_a_pass);
-      constexpr int batch = all ? min_of(passes, is_fp8<Cache> || first_slots > 2 ? 2 : 4) : 1;  // limited by registers
+      constexpr int batch =
+          all ? min_of(passes, sizeof(Cache) == 1 || first_slots > 2 ? 2 : 4) : 1;  // limited by registers
 #pragma unroll 1
       for (int begin = 0; begin < group_tokens; begin += batch * rows_a_pass) {
         // Reads all sources before it issues the copies: ptxas makes a cp.async wait for earlier accesses to shared

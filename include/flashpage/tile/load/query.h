@@ -16,7 +16,7 @@ FP_DEVICE i64 query_offset(const AttentionParams& params, const WorkItem& item, 
 // Whether Q's pairs are in the order of the keys' bytes (fp8_pair_order). Rows are then written including their
 // padding, which lies between pairs.
 template <class Traits>
-inline constexpr bool query_follows_bytes = is_fp8<typename Shape<Traits>::Key> && !Shape<Traits>::fp8_products &&
+inline constexpr bool query_follows_bytes = Shape<Traits>::key_bits == 8 && !Shape<Traits>::fp8_products &&
                                             !(Shape<Traits>::rotate && Traits::head_dim_qk % 32 != 0);
 
 // The columns of a row in shared memory that load_query writes.

@@ -140,11 +140,12 @@ struct ClusterMerge {
     const i64 row = (item.q_begin + target.at.row) * params.out_row_stride + target.at.head * params.out_head_stride;
     const int first = target.part * S::value_columns;
     const float tiles[2][4] = {{v.x, v.y}, {v.z, v.w}};
-    for_each_column_of_pair<Traits>(tiles[0], tiles[1], 0, quad, [&](int column, float even, float odd) {
-      column += target.column;
-      if (column >= S::value_columns || first + column >= Traits::head_dim_vo) return;
-      store_pair<Traits>(params, false, row + first + column, even, odd);
-    });
+    for_each_column_of_pair<Traits>(tiles[0], tiles[1], target.column / 16, 0, quad,
+                                    [&](int column, float even, float odd) {
+                                      column += target.column;
+                                      if (column >= S::value_columns || first + column >= Traits::head_dim_vo) return;
+                                      store_pair<Traits>(params, false, row + first + column, even, odd);
+                                    });
   }
 };
 

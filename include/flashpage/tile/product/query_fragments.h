@@ -3,6 +3,7 @@
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/layout/chunk_pairs.h"
+#include "flashpage/tile/product/four_bits.h"
 #include "flashpage/tile/product/scores.h"
 
 namespace flashpage {
@@ -38,11 +39,14 @@ template <class Traits, bool in_registers>
 struct QueryFragments {
   using S = Shape<Traits>;
   static constexpr bool paired = S::rotate && S::swizzled;
+  static constexpr bool of_four_bits = S::key_bits == 4;
   using Registers = u32[in_registers ? S::key_steps : 1][S::row_tiles][4];
 
   FP_DEVICE static u32 lane_address(u32 query, int lane) {
     if constexpr (paired) {
       return PairedQuery<Traits>::lane_address(query, lane);
+    } else if constexpr (of_four_bits) {
+      return query;
     } else {
       return query_lane_address<Traits>(query, lane);
     }
@@ -50,7 +54,12 @@ struct QueryFragments {
 
   // Loads the fragments that stay in registers; called before the first step.
   FP_DEVICE static void keep(Registers& registers, u32 at, int lane) {
-    if constexpr (in_registers) {
+    if constexpr (of_four_bits) {
+      static_assert(in_registers);
+#pragma unroll
+      for (int i = 0; i < S::key_steps; i += 2)
+        FourBitQuery<Traits>::load(registers[i], registers[i + 1], at, lane, i / 2);
+    } else if constexpr (in_registers) {
 #pragma unroll
       for (int i = 0; i < S::key_steps; ++i) load(registers[i], at, lane, i);
     }

@@ -12,6 +12,19 @@ namespace flashpage {
 // columns, Q's pairs are 0 2 4 6 1 3 5 7.
 FP_DEVICE u32 fp8_pair_order(u32 pair) { return (pair & ~7u) + (pair & 7) / 2 + (pair & 1) * 4; }
 
+// Four keys of 8 bits as two pairs.
+template <class Traits>
+FP_DEVICE void widen_keys(u32 four, u32& first, u32& second) {
+  using Product = typename Shape<Traits>::Product;
+  if constexpr (tiles_have_formats<Traits>) {
+    u32 pairs[2];
+    KeyFormatOf<Traits>::template widen<Product>(four, pairs);
+    first = pairs[0], second = pairs[1];
+  } else {
+    ptx::widen4<Product, typename Shape<Traits>::Key>(four, first, second);
+  }
+}
+
 // The part of the address of Q's fragments that depends on the lane; `query` is the warp's first row.
 template <class Traits>
 FP_DEVICE u32 query_lane_address(u32 query, int lane) {
@@ -43,7 +56,7 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.f;
 
-  if constexpr (!is_fp8<typename S::Key> || S::fp8_products) {
+  if constexpr (S::key_bits == 16 || S::fp8_products) {
     u32 lane_address = Rows::lane_address(key, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll S::key_unroll
     for (int step = 0; step < S::key_steps; ++step) {
@@ -78,7 +91,7 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           u32 b0, b1;
-          ptx::widen4<Product, typename S::Key>(b[step % 2 * 2 + n], b0, b1);
+          widen_keys<Traits>(b[step % 2 * 2 + n], b0, b1);
 #pragma unroll
           for (int m = 0; m < S::row_tiles; ++m) ptx::mma_m16n8k16<Product>(scores[m][n], a[m], b0, b1);
         }
@@ -100,7 +113,7 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           u32 b0, b1;
-          ptx::widen4<Product, typename S::Key>(b[i], b0, b1);
+          widen_keys<Traits>(b[i], b0, b1);
 #pragma unroll
           for (int m = 0; m < S::row_tiles; ++m) ptx::mma_m16n8k16<Product>(scores[m][n + i], a[m], b0, b1);
         }

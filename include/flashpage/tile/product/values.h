@@ -35,6 +35,19 @@ struct Probabilities {
   }
 };
 
+// Four values of 8 bits as two pairs.
+template <class Traits>
+FP_DEVICE void widen_values(u32 four, u32& first, u32& second) {
+  using P = typename Shape<Traits>::Probability;
+  if constexpr (tiles_have_formats<Traits>) {
+    u32 pairs[2];
+    ValueFormatOf<Traits>::template widen<P>(four, pairs);
+    first = pairs[0], second = pairs[1];
+  } else {
+    ptx::widen4<P, typename Shape<Traits>::Cache>(four, first, second);
+  }
+}
+
 // The number of times that multiply_values calls between().
 template <class Traits, int token_tiles>
 inline constexpr int value_steps = Shape<Traits>::fp8_products ? Shape<Traits>::ValueRows::chunks : token_tiles / 2;
@@ -60,7 +73,7 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
     for (int chunk = 0; chunk < chunks; chunk += 2) {
       u32 b[4];
       ptx::ldmatrix_x4_trans(b, Rows::at_chunk(lane_address, chunk) + step * 16 * Rows::stride);
-      if constexpr (!is_fp8<typename S::Cache>) {
+      if constexpr (S::Formats::value_bits == 16) {
 #pragma unroll
         for (int m = 0; m < S::row_tiles; ++m) {
           ptx::mma_m16n8k16<P>(values[m][chunk], a[m], b[0], b[1]);
@@ -74,7 +87,7 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
           if (i >= 2 && chunk + 1 >= chunks) continue;
           u32 pair = ptx::byte_permute(b[i / 2 * 2], b[i / 2 * 2 + 1], i % 2 ? 0x7531 : 0x6420);
           u32 b0, b1;
-          ptx::widen4<P, typename S::Cache>(pair, b0, b1);
+          widen_values<Traits>(pair, b0, b1);
 #pragma unroll
           for (int m = 0; m < S::row_tiles; ++m) ptx::mma_m16n8k16<P>(values[m][2 * chunk + i], a[m], b0, b1);
         }
@@ -120,12 +133,18 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
 }
 
 // Calls store(column, first, second) for every pair of neighbouring columns that this lane holds in two neighbouring n8
-// tiles of one of its rows (half 0: lane / 4, half 1: lane / 4 + 8). Columns count from the first tile's.
+// tiles of one of its rows (half 0: lane / 4, half 1: lane / 4 + 8). `pair`: number of the pair; columns count from 16
+// times it.
 template <class Traits, class Store>
-FP_DEVICE void for_each_column_of_pair(const float (&even)[4], const float (&odd)[4], int half, int lane,
+FP_DEVICE void for_each_column_of_pair(const float (&even)[4], const float (&odd)[4], int pair, int half, int lane,
                                        Store&& store) {
   int t = lane % 4, e = half * 2;
-  if constexpr (is_fp8<typename Shape<Traits>::Cache>) {
+  if constexpr (Shape<Traits>::Formats::value_bits == 4 &&
+                !Shape<Traits>::swaps) {  // two pairs have the columns of 32 (tile/product/four_bits.h)
+    const int first = t * 8 + pair % 2 * (2 - 16);
+    store(first, even[e], odd[e]);
+    store(first + 4, even[e + 1], odd[e + 1]);
+  } else if constexpr (Shape<Traits>::Formats::value_bits < 16) {
     store(t * 4, even[e], odd[e]);
     store(t * 4 + 2, even[e + 1], odd[e + 1]);
   } else {
@@ -141,9 +160,10 @@ FP_DEVICE void for_each_column_pair(const float (&row_tile)[Shape<Traits>::value
   using S = Shape<Traits>;
 #pragma unroll
   for (int n = 0; n < S::value_tiles; n += 2) {
-    for_each_column_of_pair<Traits>(row_tile[n], row_tile[n + 1], half, lane, [&](int at, float first, float second) {
-      if (n * 8 + at < S::value_columns) store(n * 8 + at, first, second);
-    });
+    for_each_column_of_pair<Traits>(row_tile[n], row_tile[n + 1], n / 2, half, lane,
+                                    [&](int at, float first, float second) {
+                                      if (n * 8 + at < S::value_columns) store(n * 8 + at, first, second);
+                                    });
   }
 }
 

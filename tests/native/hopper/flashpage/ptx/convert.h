@@ -101,6 +101,10 @@ inline u32 negative_fma_half2(u32 a, u32 b, u32 c) { return pairwise(a, b, c, -1
 inline u32 mul_half2(u32 a, u32 b) { return fma_half2(a, b, 0x80008000); }
 inline u32 fma_bf162(u32 a, u32 b, u32 c) { return pairwise(a, b, c, 1, hopper::of_bf16, hopper::to_bf16); }
 inline u32 mul_bf162(u32 a, u32 b) { return fma_bf162(a, b, 0x80008000); }
+inline u32 mul_half2_by(u32 a, u32 b, int second) {
+  const u32 one = second ? b >> 16 : b & 0xffff;
+  return mul_half2(a, one | one << 16);
+}
 inline u32 byte_permute(u32 low, u32 high, u32 selector) {
   const u64 bytes = static_cast<u64>(high) << 32 | low;
   u32 chosen = 0;

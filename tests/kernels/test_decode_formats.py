@@ -1,0 +1,168 @@
+"""decode_sm90 over K and V in formats of 4 and 8 bits, whole on the host: loading and computing warps, copies of
+scales, rings, barriers, products and the end of a unit. Copies arrive late and in any order."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from pathlib import Path
+
+import format_rows
+import pytest
+import torch
+from cases.case import Case, decode
+from host_maps import Map, map_of
+from host_plans import attention_params, plan_of
+from inputs import Inputs, make_inputs, reference_states
+from native_build import shared_library, traits_flags
+from tolerance import limits
+
+from flashpage import native
+from flashpage.base.dtypes import DType
+from flashpage.jit import Target, build_kernels
+from flashpage.jit.compilers import find_nvcc
+from flashpage.kernels import decode_sm90, devices
+from flashpage.kernels.choose import choose_for_card
+from flashpage.kernels.options import Options
+from flashpage.kernels.spec import KernelSpec
+from flashpage.kernels.tensor_maps import loader_tokens
+from flashpage.kernels.work import Problem, Work
+from flashpage.variants.variant import builtin
+
+_EDGES = (0, 1, 17, 33, 129, 300)
+_PAIR = (130, 9)
+# Few builds: rows with the same formats, dims, loader and rows of a unit share one.
+CASES = [
+    decode(
+        "nvfp4", "boxes of lines of 64 bytes, slots of one unit", _EDGES, head_dim=128, kv_format="nvfp4", sinks=True
+    ),
+    decode("nvfp4-hnd", "heads before tokens", _PAIR, head_dim=128, kv_format="nvfp4", kv_layout="HND", page_size=64),
+    decode("nvfp4-window", "tokens before the first", (300, 90), head_dim=128, kv_format="nvfp4", window_left=40),
+    decode("nvfp4-rows", "single rows of half a line", _EDGES, kv_format="nvfp4", page_size=1),
+    decode(
+        "int4",
+        "zero points, hidden scales",
+        _EDGES,
+        head_dim=128,
+        kv_format="int4_token",
+        hidden_nan=True,
+        window_left=50,
+    ),
+    decode(
+        "int4-rows",
+        "zero points, single rows, 16 packed rows",
+        _PAIR,
+        kv_format="int4_token",
+        page_size=3,
+        q_len=4,
+        num_q_heads=8,
+    ),
+    decode(
+        *("nvfp4-causal", "eight packed rows, causal, a negative scale", (70, 300, 2)),
+        kv_format="nvfp4",
+        q_len=2,
+        num_q_heads=8,
+        sm_scale=-0.1,
+    ),
+    decode(
+        *("nvfp4-16", "sixteen packed rows: factors are not swapped", (130, 40)),
+        head_dim=128,
+        kv_format="nvfp4",
+        q_len=4,
+        num_q_heads=8,
+    ),
+    decode("nvfp4-signs", "scales by head, of either sign", (70, 300, 2), kv_format="nvfp4", scales="signs"),
+    decode("nvfp4-cap", "a soft cap, fp16", _PAIR, kv_format="nvfp4", soft_cap=8.0, q_dtype="float16"),
+    decode("int8-256", "Q in shared memory, two warps a slot", _PAIR, head_dim=256, kv_format="int8_token"),
+    decode("int8", "scales of tokens", _EDGES, kv_format="int8_token"),
+    decode("e4m3", "scales of tokens, single rows", _PAIR, head_dim=128, kv_format="e4m3_token", page_size=1),
+    decode("pair", "K and V differ in bits", _PAIR, head_dim=128, kv_format="nvfp4+float8_e4m3fn"),
+    decode("bf16", "K without scales, and of the queries' type", _PAIR, head_dim=128, kv_format="bfloat16+nvfp4"),
+]
+
+
+def options_of(case: Case) -> Options:
+    q, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.out_type))
+    k_format, v_format = format_rows.names(case)
+    sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim, case.page_size)
+    more = {"causal": case.causal, "has_soft_cap": bool(case.soft_cap)}
+    return Options("paged", *sizes, q, DType.BYTES, out, k_format=k_format, v_format=v_format, **more)
+
+
+def spec_of(case: Case) -> KernelSpec:
+    rows = case.num_q_heads // case.num_kv_heads * max(case.q_lens)
+    variant = builtin(soft_cap=case.soft_cap).spec
+    choice = choose_for_card(Problem(options_of(case), rows), devices.H200, variant)
+    assert choice.kernel is decode_sm90.KERNEL
+    return choice.spec
+
+
+def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Runs the CTAs; returns out, lse, and barriers that miss arrivals."""
+    spec, q = spec_of(case), torch.cat(inputs.q)
+    assert spec.tile is not None and inputs.scale_cache is not None
+    out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
+    lse = torch.full((len(q), case.num_q_heads), math.nan)
+    planned, sinks = plan_of(case, inputs, spec.rows, cut), inputs.sinks
+    box = loader_tokens(spec.loader, case.page_size, spec.tile.tile_kv, *options_of(case).row_bytes)
+    params = attention_params(
+        case,
+        (q, out, lse),
+        sinks,
+        kv_indices=inputs.indices.data_ptr(),
+        plan=planned.data.ctypes.data,
+        partial_out=planned.partial_out.data_ptr(),
+        partial_lse=planned.partial_lse.data_ptr(),
+        num_kv_heads=case.num_kv_heads,
+        causal=case.causal,
+        window_left=case.window_left,
+        group=native.make_fast_div(case.num_q_heads // case.num_kv_heads),
+        page=native.make_fast_div(case.page_size),
+        box_tokens=box,
+        num_kv_indices=inputs.indices.numel(),
+    )
+    for name, scales in inputs.scales.items():
+        setattr(params, name, scales.data_ptr())
+        setattr(params, f"{name}_stride", 1)
+    k, v = inputs.cache.rows()
+    views = (params.k, params.v, params.key_scales, params.value_scales)
+    for view, rows in zip(views, (k, v, *inputs.scale_cache.rows()), strict=True):
+        view.data = rows.data_ptr()
+        view.page_stride, view.token_stride, view.head_stride = rows.stride()[:3]
+    line = decode_sm90.KERNEL.line_bytes(spec)
+    maps = (Map * 2)(*(map_of(rows, (line, box, 1, 1)) for rows in ((k, v) if box else ())))
+    args, flags = native.VariantArgs(), traits_flags(spec)
+    args.scalars[0] = case.soft_cap
+    library = ctypes.CDLL(str(shared_library("decode_kernel.cpp", first_include="hopper", flags=flags)))
+    left = library.run_decode(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
+    return out, lse, left
+
+
+@pytest.mark.parametrize("cut", [0, 48])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_kernel_on_the_host(case: Case, cut: int) -> None:
+    inputs = make_inputs(case)
+    out, lse, left = run(case, inputs, cut)
+    assert left == 0
+    begin = 0
+    for state in reference_states(inputs):
+        rows = slice(begin, begin + len(state.out))
+        begin = rows.stop
+        allowed = limits(case, state)
+        error = (out[rows].double() - state.out).abs()
+        assert (error <= allowed.element).all()
+        assert (error.norm(dim=-1) <= allowed.row).all()
+        assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[5], CASES[7]], ids=lambda case: case.name)
+def test_no_registers_spill(case: Case, tmp_path: Path) -> None:
+    (result,) = build_kernels([(spec_of(case), Target("cuda", 90))], tmp_path)
+    assert result.error is None and result.spill_bytes == 0
+
+
+def test_rows_of_other_widths_are_refused() -> None:
+    case = decode("96", "six scales", (9,), head_dim=96, kv_format="nvfp4")
+    reasons = decode_sm90.KERNEL.refusals(Work(Problem(options_of(case), 4), devices.H200))
+    assert any("head_dim_qk 96 is neither 64 nor 128" in why for why in reasons)
