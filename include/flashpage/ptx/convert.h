@@ -87,6 +87,12 @@ FP_DEVICE u32 mul_half2(u32 a, u32 b) {
   return product;
 }
 
+FP_DEVICE u32 min_half2(u32 a, u32 b) {
+  u32 least;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
+  return least;
+}
+
 // fma_half2: a * b + c; negative_fma_half2: c - a * b.
 FP_DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
   u32 sum;
