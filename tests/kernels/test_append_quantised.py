@@ -46,19 +46,20 @@ APPENDS = {
 }
 
 
-def memory(name: str, dim: int, append: Append) -> tuple[torch.Tensor, torch.Tensor | None]:
+def memory(name: str, dim: int, append: Append, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A cache whose bytes are all 255, and its scales."""
     shape = (PAGES, PAGE, append.heads) if append.layout == "NHD" else (PAGES, append.heads, PAGE)
     row = find(name, DType.BYTES)
-    cache = torch.full((*shape, row.row_bytes(dim)), 255, dtype=torch.uint8).view(getattr(torch, row.stored[0]))
+    cache = torch.full((*shape, row.row_bytes(dim)), 255, dtype=torch.uint8, device=device)
+    cache = cache.view(getattr(torch, row.stored[0]))
     if row.is_plain:
         return cache, None
-    scales = torch.full((*shape, row.row_scales(dim) * row.scale_size), 255, dtype=torch.uint8)
+    scales = torch.full((*shape, row.row_scales(dim) * row.scale_size), 255, dtype=torch.uint8, device=device)
     found = scales.view(getattr(torch, row.scales[0]))
     return cache, found.squeeze(-1) if row.scale_columns > 16 else found
 
 
-def write(append: Append) -> list[torch.Tensor | None]:
+def write(append: Append, device: str = "cpu") -> list[torch.Tensor | None]:
     """Appends; returns K, V and their scales as bytes."""
     generator = torch.Generator().manual_seed(7)
     rows = []
@@ -66,18 +67,18 @@ def write(append: Append) -> list[torch.Tensor | None]:
         wide = torch.randn(TOKENS, append.heads, dim + append.gap, generator=generator)
         wide *= 2.0 ** torch.arange(-4, 5)[:, None, None]  # rows of other sizes
         wide[2, 0] = 0
-        rows.append(wide.to(getattr(torch, append.dtype))[..., append.gap :])
-    ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        rows.append(wide.to(getattr(torch, append.dtype)).to(device)[..., append.gap :])
+    ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)
     places = (ints(0, 0, 0, 0, -1, 1, 1, 1, 1), ints(2, 3, 4, 5, -1, 0, 1, 2, 3))
     lists = (ints(3, 1, 4), ints(0, 2, 3), ints(2, 4))
     (k, k_sf), (v, v_sf) = (
-        memory(name, dim, append) for name, dim in zip((append.k, append.v), append.dims, strict=True)
+        memory(name, dim, append, device) for name, dim in zip((append.k, append.v), append.dims, strict=True)
     )
     arguments: dict[str, Any] = {"kv_format": (append.k, append.v), "kv_cache_sf": (k_sf, v_sf)}
     flashpage.append_paged_kv_cache(
         *rows, *places, (k, v), *lists, append.layout, **arguments, k_scale=append.scales[0], v_scale=append.scales[1]
     )
-    return [None if part is None else part.contiguous().view(torch.uint8) for part in (k, v, k_sf, v_sf)]
+    return [None if part is None else part.contiguous().view(torch.uint8).cpu() for part in (k, v, k_sf, v_sf)]
 
 
 def run_kernel(write: QuantisedWrite, params: Any) -> None:
@@ -96,17 +97,29 @@ def run_kernel(write: QuantisedWrite, params: Any) -> None:
     ctypes.CDLL(str(library)).append_quantised(ctypes.byref(params))
 
 
-@pytest.mark.parametrize("append", APPENDS.values(), ids=APPENDS)
-def test_it_writes_what_the_cpu_writes(append: Append, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for numbers in the middle of two, which its faster division may round to the other one, and for another sum
-    where rows are rotated."""
-    expected = write(append)
-    monkeypatch.setattr(QuantisedWrite, "_launch", run_kernel)
-    for found, wanted, name in zip(write(append), expected, (append.k, append.v) * 2, strict=True):
+def check(append: Append, written: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
+    """Equal but for numbers in the middle of two, which a faster division may round to the other one, and for another
+    sum where rows are rotated."""
+    for found, wanted, name in zip(written, expected, (append.k, append.v) * 2, strict=True):
         if found is None or wanted is None:
             assert found is wanted
             continue
         differ = found != wanted
         assert differ.sum() <= (0.02 if "rotated" in name else 0.004) * differ.numel()
         steps = (found.int() - wanted.int())[differ].abs()
-        assert all(step in (1, 16) for step in steps.tolist())
+        assert all(step in (1, 16, 17) for step in steps.tolist())
+
+
+EACH = pytest.mark.parametrize("append", APPENDS.values(), ids=APPENDS)
+
+
+@EACH
+def test_it_writes_what_the_cpu_writes(append: Append, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = write(append)
+    monkeypatch.setattr(QuantisedWrite, "_launch", run_kernel)
+    check(append, write(append), expected)
+
+
+@EACH
+def test_so_does_a_card(append: Append, device: str) -> None:
+    check(append, write(append, device), write(append))
