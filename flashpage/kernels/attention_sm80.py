@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from . import kv_formats
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, RAGGED, Ahead, more
 from .devices import H200, Device
 from .kernel import (
@@ -19,7 +20,6 @@ from .kernel import (
     dtypes,
     head_dims,
     latent_options,
-    no_kv_formats,
 )
 from .spec import KernelSpec
 from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, Cost, Tile
@@ -137,6 +137,8 @@ def _row(work: Work) -> _Row:
 def _tile(work: Work) -> Tile:
     if work.options.is_latent:
         return _latent_tile(work)
+    if work.options.has_formats:
+        return _formats_tile(work)
     return _few_rows_tile(work) if _is_few(work) else _row(work).tile
 
 
@@ -151,6 +153,29 @@ def _latent_tile(work: Work) -> Tile:
     if work.packed_rows <= 32 or not is_large:
         return Tile(32, 32 if is_large else 16, 2, 1, 2, warps_v=shared)
     return Tile(64, 32, 4, 1, 2, warps_v=shared)
+
+
+def _formats_tile(work: Work) -> Tile:
+    """Rows in formats are loaded as they are stored, and converted to one 16-bit tile of K or V. Loads of one stage are
+    small, so more warps than stages hide their latency."""
+    options, card = work.options, work.card
+    is_large, widest = card.shared_bytes >= LARGE, max(work.widest, 64)
+    if _is_few(work):
+        rows = 16 if work.packed_rows <= 16 else 32
+        warps = 4 if widest <= (256 if is_large else 128) else 2
+        limit = card.sm_shared_bytes // 2 - (1 << 10) if widest <= 128 else card.shared_bytes
+        ctas_per_sm = 2 if widest <= 128 else 1
+        ring_bytes = 8 * 16 * warps * sum((options.head_dim_qk, min(options.head_dim_vo, 256)))  # of 16-bit elements
+        return Tile(rows, 16 * warps, 1, warps, 4, ctas_per_sm, ring_bytes=ring_bytes, shared_limit=limit)
+    is_light = work.loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    if widest <= 128 and work.packed_rows > 64 and is_light:
+        has_row_scales = any(side.scale_columns == kv_formats.WHOLE_ROW for side in options.formats)
+        tokens = 32 if not is_large or work.loop is not InnerLoop.PLAIN else 48 if has_row_scales else 64
+        return Tile(128, tokens, 4, 1, 1, 2)
+    if widest <= 256:
+        tokens = 64 if widest <= 128 else 32
+        return Tile(64, tokens, 4, 1, 1, 2 if is_large or widest <= 128 else 1)
+    return Tile(32, 16, 2, 1, 1, 1)
 
 
 def few_rows_tile(
@@ -190,6 +215,8 @@ def _two_ctas_tile(token_bytes: int, tile_q: int, is_fp8: bool, card: Device) ->
 
 def _token_bytes(work: Work) -> int:
     options = work.options
+    if options.has_formats:
+        return options.token_bytes
     return (options.head_dim_qk + min(options.head_dim_vo, 256)) * options.kv_dtype.size
 
 
@@ -242,12 +269,26 @@ def _latent_options(work: Work) -> str | None:
     return latent_options(work)
 
 
+def _formats(work: Work) -> str | None:
+    """Refuses rotations, and elements of 16 bits that are not of the products' type."""
+    options = work.options
+    if not options.has_formats:
+        return None
+    if work.rotates:
+        return f"it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) over kv_format {options.k_format}"
+    for side in options.formats:
+        if side.bits > 8 and side.name != options.q_dtype.widened.value:
+            return f"kv_format {side.name} is not the type of q, {options.q_dtype.value}"
+    return None
+
+
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
     query = spec.q_dtype.widened
     if spec.is_latent:  # the tiles in shared memory have the queries' type
         format_of = f"static constexpr LatentFormat latent_format = LatentFormat::{spec.latent_format};"
         return (*attention_traits(spec, query, query, "pitched"), format_of)
-    return attention_traits(spec, query, spec.kv_dtype, "pitched")
+    # Rows in formats are converted to 16-bit tiles.
+    return attention_traits(spec, query, query if spec.has_formats else spec.kv_dtype, "pitched")
 
 
 _ROWS = (16, 32, 64, 128)  # one for each class of tiles
@@ -272,10 +313,17 @@ KERNEL = AttentionKernel(
     header="flashpage/kernels/attention_sm80/kernel.h",
     cpp="AttentionSm80<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
-    accepts=(capability(80), no_kv_formats, *dtypes(q=HALF + FP8, out=HALF), _columns, _latent_options),
+    accepts=(
+        capability(80),
+        _formats,
+        *dtypes(q=HALF + FP8, out=HALF),
+        _columns,
+        _latent_options,
+    ),
     tile=_tile,
     cost=_cost,
     row_alignment=16,
+    scale_alignment=8,
     traits=_traits,
     ahead=_AHEAD,
 )

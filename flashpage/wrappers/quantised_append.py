@@ -221,7 +221,9 @@ class QuantisedWrite:
                 raise CapabilityError(f"{name} has a head_dim of {dim}: the kernel takes multiples of 8 up to 512.")
         kernel, address = jit.get_kernel(spec, self.device), ctypes.addressof(params)
         if not is_here:
-            operators.launch_rows(kernel, address, params.nnz * params.num_kv_heads, self.device)
+            row_lanes = max(1 << (-(-dim // 16) - 1).bit_length() for dim in (key.shape[2], value.shape[2]))
+            warps = -(-params.nnz * params.num_kv_heads * row_lanes // 32)  # a lane has 16 columns of a row
+            operators.launch_rows(kernel, address, warps, self.device)
             return
         run = native.RunArgs(count=1)
         run.launches[0].kernel, run.launches[0].params, run.launches[0].grid = kernel.handle, address, params.nnz

@@ -1,14 +1,16 @@
-"""attention_sm80's loop over many rows on the host, with fp8 products (prefill_sm89) too: copies in groups, stages,
-fragments, softmax and masks. Copies arrive late and in any order."""
+"""attention_sm80 on the host, with fp8 products (prefill_sm89) too: copies in groups, stages, fragments, softmax and
+masks. Copies arrive late and in any order. Its loop over few rows runs over formats here, and over other caches on
+cards."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 
+import format_rows
 import pytest
 import torch
-from cases.case import Case, prefill
+from cases.case import Case, decode, prefill
 from host_plans import attention_params, plan_of
 from inputs import Inputs, make_inputs, reference_states
 from native_build import shared_library, traits_flags
@@ -35,14 +37,27 @@ CASES = [
     ),
     ("RTX 4090", "attention_sm80", prefill("one-stage", "a window", (40,), (150,), window_left=70, causal=True)),
     ("B200", "attention_sm80", prefill("two-stages", "bf16", (20,), (210,), head_dim=128, causal=True, page_size=3)),
+    (
+        *("RTX 4090", "attention_sm80"),
+        prefill("nvfp4", "scales of blocks", (20, 2), (140, 0), kv_format="nvfp4", causal=True, page_size=3),
+    ),
+    (
+        *("A100", "attention_sm80"),
+        prefill("int8", "scales of tokens", (40,), (90,), kv_format="int8_token", q_dtype="float16", head_dim=72),
+    ),
+    ("A100", "attention_sm80", decode("few-int4", "zero points", (90, 0, 1), kv_format="int4_token", sinks=True)),
+    ("A10", "attention_sm80", decode("few-pair", "six scales a row", (70,), kv_format="nvfp4+int8_token", head_dim=96)),
 ]
 
 
 def spec_of(case: Case, card: str) -> KernelSpec:
-    q, kv, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type, case.out_type))
+    q, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.out_type))
+    kv = DType.BYTES if case.kv_format else DType.of(getattr(torch, case.kv_type))
+    k_format, v_format = format_rows.names(case) if case.kv_format else ("plain", "plain")
     sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim, case.page_size)
-    options = Options("paged", *sizes, q, kv, out, causal=case.causal)
-    return choose_for_card(Problem(options, 4096), devices.named(card)).spec
+    options = Options("paged", *sizes, q, kv, out, causal=case.causal, k_format=k_format, v_format=v_format)
+    packed_rows = options.group_size if max(case.q_lens) == 1 else 4096
+    return choose_for_card(Problem(options, packed_rows), devices.named(card)).spec
 
 
 def run(case: Case, inputs: Inputs, spec: KernelSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +78,10 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec) -> tuple[torch.Tensor, tor
         group=native.make_fast_div(case.num_q_heads // case.num_kv_heads),
         page=native.make_fast_div(case.page_size),
     )
-    for view, cache in ((params.k, k), (params.v, v)):
+    parts = [(params.k, k), (params.v, v)]
+    if inputs.scale_cache is not None:
+        parts += zip((params.key_scales, params.value_scales), inputs.scale_cache.argument("cpu"), strict=True)
+    for view, cache in parts:
         view.data = cache.data_ptr()
         view.page_stride, view.token_stride, view.head_stride = cache.stride()[:3]
     args = native.VariantArgs()
@@ -75,7 +93,7 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize(("card", "kernel", "case"), CASES, ids=str)
 def test_many_rows(card: str, kernel: str, case: Case) -> None:
     inputs, spec = make_inputs(case), spec_of(case, card)
-    assert spec.kernel == kernel and spec.tile is not None and spec.tile.warps_kv == 1
+    assert spec.kernel == kernel and spec.tile is not None and (spec.tile.warps_kv == 1) != case.name.startswith("few")
     out, lse = run(case, inputs, spec)
     begin = 0
     for state in reference_states(inputs):

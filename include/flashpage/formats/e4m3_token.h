@@ -14,6 +14,10 @@ struct E4m3Token : TokenScale<448> {
   FP_DEVICE static void widen(u32 word, u32 (&pairs)[2]) {
     ptx::widen4<Wide, E4m3>(word, pairs[0], pairs[1]);
   }
+  template <int count>
+  FP_DEVICE static void pack(u32 (&words)[2], const float (&elements)[count], Scale scale) {
+    ptx::pack_e4m3(elements, scale > 0.f ? ptx::reciprocal_approx(scale) : 0.f, words);
+  }
 };
 
 }  // namespace flashpage

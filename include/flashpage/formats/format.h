@@ -14,6 +14,7 @@
 //   widen<Wide>(word, pairs)       the numbers of 32 bits, divided by `unit`: pairs of numbers i and i + 4 (4 bits), or
 //                                  0, 1 and 2, 3 (8 bits)
 //   scale_pair<Wide>(scale)        if blocks of columns have scales: the factor of both elements of a pair
+//   pack(words, elements, scale)   not needed, and faster than `stored`: the bits of eight elements
 //   unit                           of what widen and scale_pair give together: 1 for numbers as they are
 // and, with 4 bits, for decode_sm90, which computes in fp16 (tile/product/four_bits.h),
 //   half_unit                      of widen<Half> with what the next two add
@@ -34,6 +35,12 @@ u32 FP_DEVICE fma_half2(u32 a, u32 b, u32 c);
 u32 FP_DEVICE fma_bf162(u32 a, u32 b, u32 c);
 template <class Wide, class Narrow>
 FP_DEVICE void widen4(u32 four, u32& pair0, u32& pair1);
+FP_DEVICE float reciprocal_approx(float x);
+// ptx/quantise.h
+u32 FP_DEVICE pack_e2m1(const float (&numbers)[8], float factor);
+u32 FP_DEVICE pack_uint4(const float (&numbers)[8], float factor, float zero);
+void FP_DEVICE pack_int8(const float (&numbers)[8], float factor, u32 (&words)[2]);
+void FP_DEVICE pack_e4m3(const float (&numbers)[8], float factor, u32 (&words)[2]);
 }  // namespace ptx
 
 inline constexpr int whole_row = 1 << 16;  // columns that share a scale: more than a row has

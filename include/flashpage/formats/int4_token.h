@@ -24,7 +24,7 @@ struct Int4Token {
   FP_HOST_DEVICE static Scale scale_for(float least, float most) {
     least = least < 0.f ? least : 0.f;
     most = most > 0.f ? most : 0.f;
-    const u32 factor_bits = bits_of_float(rounded_quotient(most - least, 15.f)) & ~15u;
+    const u32 factor_bits = bits_of_float(divided_by<15>(most - least)) & ~15u;
     const float by = float_of_bits(factor_bits);
     return {factor_bits | (by > 0.f ? static_cast<u32>(nearest_whole(rounded_quotient(-least, by))) & 15 : 0)};
   }
@@ -63,6 +63,11 @@ struct Int4Token {
       constexpr u32 one = 0x3f803f80, large = 0x43004300, minus_128 = 0xc300c300;
       for (int i = 0; i < 4; ++i) pairs[i] = ptx::fma_bf162((word >> 4 * i & 0x000f000f) | large, one, minus_128);
     }
+  }
+  template <int count>
+  FP_DEVICE static void pack(u32 (&words)[1], const float (&elements)[count], Scale scale) {
+    const float by = factor(scale);
+    words[0] = ptx::pack_uint4(elements, by > 0.f ? ptx::reciprocal_approx(by) : 0.f, by > 0.f ? zero(scale) : 0.f);
   }
 };
 

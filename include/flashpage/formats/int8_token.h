@@ -26,6 +26,10 @@ struct Int8Token : TokenScale<127> {
       pairs[1] = to_bf16(ptx::byte_permute(positive, 0, 0x4342));
     }
   }
+  template <int count>
+  FP_DEVICE static void pack(u32 (&words)[2], const float (&elements)[count], Scale scale) {
+    ptx::pack_int8(elements, scale > 0.f ? ptx::reciprocal_approx(scale) : 0.f, words);
+  }
 
  private:
   FP_DEVICE static u32 to_bf16(u32 bytes) {

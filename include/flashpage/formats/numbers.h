@@ -5,6 +5,15 @@
 
 namespace flashpage {
 
+// ptx/convert.h, which the CPU does not have.
+namespace ptx {
+FP_DEVICE float half_bits_to_float(u16 bits);
+template <class Wide, class Narrow>
+FP_DEVICE void widen4(u32 four, u32& pair0, u32& pair1);
+template <class Narrow>
+FP_DEVICE Narrow narrow(float value);
+}  // namespace ptx
+
 FP_HOST_DEVICE float float_of_bits(u32 bits) { return __builtin_bit_cast(float, bits); }
 FP_HOST_DEVICE u32 bits_of_float(float number) { return __builtin_bit_cast(u32, number); }
 
@@ -28,6 +37,18 @@ FP_HOST_DEVICE float rounded_quotient(float a, float b) {
   return __fdiv_rn(a, b);
 #else
   return a / b;
+#endif
+}
+// x / divisor. On cards by its inverse, and what is left to divide by the inverse again, which rounds as a division
+// does.
+template <int divisor>
+FP_HOST_DEVICE float divided_by(float x) {
+#if defined(__CUDA_ARCH__)
+  constexpr float inverse = 1.f / divisor;
+  const float quotient = x * inverse;
+  return __fmaf_rn(__fmaf_rn(-quotient, static_cast<float>(divisor), x), inverse, quotient);
+#else
+  return x / divisor;
 #endif
 }
 FP_HOST_DEVICE float magnitude_of(float x) { return float_of_bits(bits_of_float(x) & 0x7fffffff); }
@@ -63,6 +84,13 @@ template <class Element>
 FP_HOST_DEVICE float number_of(u32 stored) {
   if constexpr (is_same<Element, float>) return float_of_bits(stored);
   if constexpr (is_same<Element, Bf16>) return float_of_bits(stored << 16);
+#if defined(__CUDA_ARCH__)
+  if constexpr (is_same<Element, E4m3>) {
+    u32 pair, other;
+    ptx::widen4<Half, E4m3>(stored, pair, other);
+    return ptx::half_bits_to_float(static_cast<u16>(pair));
+  }
+#endif
   if constexpr (is_same<Element, E4m3>)
     return (stored & 0x7f) == 0x7f ? float_of_bits(0x7fffffff) : SmallFloat<4, 3>::number(stored);
   constexpr bool is_half = is_same<Element, Half>;
@@ -81,6 +109,9 @@ FP_HOST_DEVICE u32 bits_of(float number) {
   if constexpr (is_same<Element, float>) return wide;
   if constexpr (is_same<Element, Bf16>) return is_nan ? 0x7fff : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
   if constexpr (is_same<Element, Half>) return is_nan ? 0x7fff : SmallFloat<5, 10>::stored(number, 65504.f);
+#if defined(__CUDA_ARCH__)
+  if constexpr (is_same<Element, E4m3>) return ptx::narrow<E4m3>(number).bits;
+#endif
   if constexpr (is_same<Element, E4m3>) return is_nan ? 0x7f : SmallFloat<4, 3>::stored(number, 448.f);
   if constexpr (is_same<Element, E5m2>) return is_nan ? 0x7f : SmallFloat<5, 2>::stored(number, 57344.f);
 }

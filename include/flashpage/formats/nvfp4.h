@@ -20,7 +20,7 @@ struct Nvfp4 {
 
   FP_HOST_DEVICE static Scale scale_for(float least, float most) {
     const float largest = magnitude_of(least) > magnitude_of(most) ? magnitude_of(least) : magnitude_of(most);
-    return {static_cast<u8>(bits_of<E4m3>(rounded_quotient(largest, 6.f)))};
+    return {static_cast<u8>(bits_of<E4m3>(divided_by<6>(largest)))};
   }
   FP_HOST_DEVICE static u32 stored(float element, Scale scale) {
     const float by = factor(scale), x = by > 0.f ? rounded_quotient(magnitude_of(element), by) : 0.f;
@@ -69,6 +69,11 @@ struct Nvfp4 {
     ptx::widen4<Wide, E4m3>(four, pair, other);
     constexpr bool is_half = is_same<Wide, Half>;
     return is_half ? ptx::mul_half2(pair, 0x58005800) : ptx::mul_bf162(pair, 0x7b007b00);
+  }
+  template <int count>
+  FP_DEVICE static void pack(u32 (&words)[1], const float (&elements)[count], Scale scale) {
+    const float by = factor(scale);
+    words[0] = ptx::pack_e2m1(elements, by > 0.f ? ptx::reciprocal_approx(by) : 0.f);
   }
 
  private:

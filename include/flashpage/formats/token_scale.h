@@ -16,7 +16,7 @@ struct TokenScale {
   FP_HOST_DEVICE static float zero(Scale) { return 0.f; }
   FP_HOST_DEVICE static Scale scale_for(float least, float most) {
     const float widest = magnitude_of(least) > magnitude_of(most) ? magnitude_of(least) : magnitude_of(most);
-    return rounded_quotient(widest, static_cast<float>(largest));
+    return divided_by<largest>(widest);
   }
 
  protected:

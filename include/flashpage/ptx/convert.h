@@ -79,6 +79,12 @@ FP_DEVICE float2 unpack2(u32 packed) {
   }
 }
 
+FP_DEVICE u32 min_half2(u32 a, u32 b) {
+  u32 least;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
+  return least;
+}
+
 FP_DEVICE u32 byte_permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 
 FP_DEVICE u32 mul_half2(u32 a, u32 b) {

@@ -2,8 +2,12 @@
 //
 // The warps of a CTA share one row tile and alternate on the tokens. Each warp has its own ring of cp.async stages and
 // waits for no other warp before the unit ends, when their partial softmax states are combined through shared memory.
+//
+// Rows in formats (formats/format.h) are copied as they are stored. The warp converts the keys of a stage to a 16-bit
+// tile, and then its values to the same place.
 #pragma once
 #include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/tile/load/format_rows.h"
 #include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/load/query.h"
 #include "flashpage/tile/mask/mask.h"
@@ -18,8 +22,8 @@ namespace flashpage {
 template <class Traits>
 struct FewRowsShared {
   using S = Shape<Traits>;
-  static constexpr int key_bytes = S::CacheKeyRows::bytes(S::warp_tokens);
-  static constexpr int value_bytes = S::ValueRows::bytes(S::warp_tokens);
+  using Stored = StoredRows<Traits>;
+  static constexpr int key_bytes = Stored::key_bytes(S::warp_tokens), value_bytes = Stored::value_bytes(S::warp_tokens);
   static constexpr int stage_bytes = key_bytes + value_bytes;
   // After the loop a warp's ring holds its accumulator in fp32.
   static constexpr int value_pitch = S::value_columns + 4;  // floats; the pad spreads rows over banks
@@ -28,7 +32,8 @@ struct FewRowsShared {
 
   alignas(128) u8 query[S::QueryRows::bytes(Traits::tile_q)];
   alignas(128) u8 ring[Traits::warps_kv][ring_bytes];
-  alignas(128) u8 rotated[Traits::warps_kv][S::rotate ? S::KeyRows::bytes(S::warp_tokens) : 16];
+  // Keys that are rotated; keys, and then values, that are converted.
+  alignas(128) u8 finished[Traits::warps_kv][Stored::finished_bytes(S::warp_tokens)];
   float maximum[Traits::warps_kv][Traits::tile_q];
   float sum[Traits::warps_kv][Traits::tile_q];
 };
@@ -38,11 +43,13 @@ struct FewRows {
   using S = Shape<Traits>;
   using Cache = typename S::Cache;
   using Shared = FewRowsShared<Traits>;
+  using Stored = StoredRows<Traits>;
   static constexpr int tokens = S::warp_tokens;  // of one stage
   static constexpr int stages = Traits::stages;
   static constexpr int step_tokens = Traits::tile_kv;  // of all warps together
   static constexpr bool query_in_registers = S::key_steps * S::row_tiles <= 8;
   static_assert(Traits::warps_q == 1 && stages >= 2 && (tokens == 16 || tokens == 32));
+  static_assert(!(S::rotate && has_formats<Traits>));
 
   Shared& shared;
   const AttentionParams& params;
@@ -51,10 +58,11 @@ struct FewRows {
 
   FP_DEVICE FewRows(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {
-    for (int stage = 0; stage < stages; ++stage)
+    for (int stage = 0; stage < stages && !has_formats<Traits>; ++stage)
       zero_padding<Cache, Traits::head_dim_qk>(shared.ring[warp] + stage * Shared::stage_bytes, tokens, lane, 32);
     zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query, Traits::tile_q, thread, S::threads);
-    if constexpr (S::rotate) zero_padding<typename S::Key, Traits::head_dim_qk>(shared.rotated[warp], tokens, lane, 32);
+    if constexpr (S::rotate)
+      zero_padding<typename S::Key, Traits::head_dim_qk>(shared.finished[warp], tokens, lane, 32);
   }
 
   FP_DEVICE u8* key_stage(int step) { return shared.ring[warp] + step % stages * Shared::stage_bytes; }
@@ -72,26 +80,64 @@ struct FewRows {
                            int value_column) {
     i32 first = first_token(unit, step), count = unit.kv_end - first;
     i32 token = min_of(first + lane % tokens, max_of(unit.kv_end - 1, 0));
-    auto copy = [&]<int columns, int chunk_bytes>(const KvView& view, u8* stage, int column) {
-      u64 mine = reinterpret_cast<u64>(rows.template row<Cache>(view, found, token, unit.kv_head, column));
-      auto source = [&](u32 row) { return reinterpret_cast<const Cache*>(__shfl_sync(0xffffffff, mine, row)); };
-      RowCopy<Cache, columns, 32, chunk_bytes>::template run<tokens>(ptx::shared_address(stage), lane, count, source);
-    };
     u8* stage = key_stage(step);
-    copy.template operator()<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(params.k, stage, 0);
-    copy.template operator()<S::value_columns, S::value_copy_bytes>(params.v, stage + Shared::key_bytes, value_column);
+    if constexpr (has_formats<Traits>) {
+      load_stored<typename Stored::Keys>(params.k, params.key_scales, rows, found, token, unit.kv_head, 0, count,
+                                         stage);
+      load_stored<typename Stored::Values>(params.v, params.value_scales, rows, found, token, unit.kv_head,
+                                           value_column, count, stage + Shared::key_bytes);
+    } else {
+      auto copy = [&]<int columns, int chunk_bytes>(const KvView& view, u8* stage, int column) {
+        u64 mine = reinterpret_cast<u64>(rows.template row<Cache>(view, found, token, unit.kv_head, column));
+        auto source = [&](u32 row) { return reinterpret_cast<const Cache*>(__shfl_sync(0xffffffff, mine, row)); };
+        RowCopy<Cache, columns, 32, chunk_bytes>::template run<tokens>(ptx::shared_address(stage), lane, count, source);
+      };
+      copy.template operator()<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(params.k, stage, 0);
+      copy.template operator()<S::value_columns, S::value_copy_bytes>(params.v, stage + Shared::key_bytes,
+                                                                      value_column);
+    }
+  }
+  // Copies rows of K or V, and their scales, as they are stored.
+  template <class Rows>
+  FP_DEVICE void load_stored(const KvView& view, const KvView& scales, const KvRows<Traits::kv_source>& rows, i32 found,
+                             i32 token, i32 head, int column, i32 count, u8* stage) {
+    const auto of_lanes = [](const u8* mine) {
+      return [address = reinterpret_cast<u64>(mine)](u32 row) {
+        return reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, address, row));
+      };
+    };
+    Rows::template copy<tokens, 32>(
+        stage, lane, count, of_lanes(rows.template row<u8>(view, found, token, head, Rows::value_offset(column))),
+        of_lanes(rows.template row<u8>(scales, found, token, head, Rows::scale_offset(column))));
   }
 
   // The shared address of the keys that the score product reads.
   FP_DEVICE u32 finished_keys(int step, i32 first) {
+    u8* finished = shared.finished[warp];
+    if constexpr (has_formats<Traits>) {
+      Stored::template convert_keys<tokens, 32>(key_stage(step), finished, lane);
+      __syncwarp();
+      return ptx::shared_address(finished);
+    }
     if constexpr (S::rotate) {
       rotate_rows<Cache, typename S::Key, Traits::head_dim_qk>(
-          key_stage(step), shared.rotated[warp], tokens, params.rope_scale, params.rope_theta, lane, 32,
+          key_stage(step), finished, tokens, params.rope_scale, params.rope_theta, lane, 32,
           [&](int row) { return static_cast<float>(first + row); });
       __syncwarp();
-      return ptx::shared_address(shared.rotated[warp]);
+      return ptx::shared_address(finished);
     }
     return ptx::shared_address(key_stage(step));
+  }
+  // As finished_keys, once the scores have been multiplied.
+  FP_DEVICE u32 finished_values(int step) {
+    u8* stage = key_stage(step) + Shared::key_bytes;
+    if constexpr (has_formats<Traits>) {
+      __syncwarp();
+      Stored::template convert_values<tokens, 32>(stage, shared.finished[warp], lane);
+      __syncwarp();
+      return ptx::shared_address(shared.finished[warp]);
+    }
+    return ptx::shared_address(stage);
   }
 
   // Nothing is loaded before a unit starts: decode has few units a CTA and two CTAs an SM, so units do not overlap.
@@ -121,7 +167,7 @@ struct FewRows {
     state.clear();
     const WarpRows warp_rows{params, item, unit, 0, lane};
     if (warp == 0 && params.sinks) begin_with_sinks(state, warp_rows);
-    float scale = score_scale_of<Traits>(params, item, unit);
+    float scale = score_scale_of<Traits>(params, item, unit) * KeyFormatOf<Traits>::unit;
     ptx::cp_async_wait<stages - 2>();
     __syncthreads();  // all threads have copied Q
     if constexpr (S::rotate) {
@@ -147,11 +193,14 @@ struct FewRows {
       float scores[S::row_tiles][tokens / 8][4];
       auto nothing = [](int) {};
       multiply_keys<Traits>(scores, finished_keys(step, first), lane, query_fragment, nothing);
+      if constexpr (has_formats<Traits>) Stored::Keys::scale_tokens(scores, key_stage(step), lane);
       if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, warp_rows, args, first);
       if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, warp_rows, args, first);
       state.update(scores, values, softmax_scale_of<Traits>(scale, args));
+      if constexpr (Stored::scales_probabilities)
+        Stored::Values::scale_tokens(scores, key_stage(step) + Shared::key_bytes, lane);
       Probabilities<Traits, tokens / 8> probabilities(scores);
-      multiply_values(values, probabilities, ptx::shared_address(key_stage(step) + Shared::key_bytes), lane, nothing);
+      multiply_values(values, probabilities, finished_values(step), lane, nothing);
     }
     ptx::cp_async_wait<0>();
     __syncwarp();
@@ -185,7 +234,7 @@ struct FewRows {
 
   FP_DEVICE void write_rows(const WorkItem& item, const Unit& unit, int column) {
     constexpr int pairs = S::value_columns / 2;
-    float value_scale = value_scale_of(params, item, unit.kv_head);
+    float value_scale = value_scale_of(params, item, unit.kv_head) * ValueFormatOf<Traits>::unit;
     for (int i = thread; i < unit.num_rows * pairs; i += S::threads) {
       int row = i / pairs, at = i % pairs * 2;
       float maximum = shared.maximum[0][row];

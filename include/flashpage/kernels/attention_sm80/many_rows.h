@@ -10,6 +10,7 @@
 // rows of later tiles are looked up meanwhile, and the first tile of the next unit is copied while the rows of the last
 // one are written.
 #pragma once
+#include "flashpage/kernels/attention_sm80/many_rows_shared.h"
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/thread_index.h"
@@ -25,41 +26,20 @@
 namespace flashpage {
 
 template <class Traits>
-struct ManyRowsShared {
-  using S = Shape<Traits>;
-  static constexpr int tokens = Traits::tile_kv;
-  alignas(128) u8 query[S::QueryRows::bytes(Traits::tile_q)];
-  alignas(128) u8 key[Traits::stages][S::CacheKeyRows::bytes(tokens)];
-  alignas(128) u8 value[Traits::stages][S::ValueRows::bytes(tokens)];
-  alignas(128) u8 rotated[S::rotate ? S::KeyRows::bytes(tokens) : 16];
-  // The addresses of the tokens' rows, for as many tiles as there are stages.
-  alignas(16) const typename S::Cache* key_row[Traits::stages][tokens];
-  alignas(16) const typename S::Cache* value_row[Traits::stages][tokens];
-  float scale[2];  // score_scale_of each of two places
-
-  // The offsets of a unit's rows in q, computed once and not by every lane that uses them. They lie among the values,
-  // whose copies begin after those of Q are issued; with two stages there is memory of their own.
-  static constexpr bool has_offsets =
-      Traits::stages == 2 || S::ValueRows::bytes(tokens) < Traits::tile_q * static_cast<int>(sizeof(i64));
-  alignas(16) i64 offsets[has_offsets ? Traits::tile_q : 1];
-  FP_DEVICE i64* query_offset() {
-    if constexpr (has_offsets) return offsets;
-    return reinterpret_cast<i64*>(value[0]);
-  }
-};
-
-template <class Traits>
 struct ManyRows {
   using S = Shape<Traits>;
   using Cache = typename S::Cache;
   using Shared = ManyRowsShared<Traits>;
+  using Stored = StoredRows<Traits>;
+  using Element = typename Shared::Element;
   using Softmax = typename select_type<S::fp8_products, Fp8Softmax<S::row_tiles>, SoftmaxState<S::row_tiles>>::type;
   static constexpr int tokens = Traits::tile_kv;
   static constexpr int stages = Traits::stages;
   // With two stages the next tile's copies can be spread over this tile's products, if registers allow.
   static constexpr bool spread = stages == 2 && S::value_columns <= 64;
   static constexpr bool two_bodies = S::row_tiles * (S::value_tiles + tokens / 8) * 4 <= 160;
-  static_assert(Traits::warps_kv == 1 && (stages == 1 || stages == 2));
+  static_assert(Traits::warps_kv == 1 && (stages == 1 || (stages == 2 && !has_formats<Traits>)));
+  static_assert(!(S::rotate && has_formats<Traits>));
   static_assert(!S::fp8_products || (tokens % 32 == 0 && Traits::head_dim_qk % 32 == 0 && S::value_columns % 32 == 0));
   static_assert(tokens <= S::threads && Traits::tile_q <= S::threads);
 
@@ -73,11 +53,11 @@ struct ManyRows {
 
   FP_DEVICE ManyRows(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {
-    for (int stage = 0; stage < stages; ++stage)
+    for (int stage = 0; stage < stages && !has_formats<Traits>; ++stage)
       zero_padding<Cache, Traits::head_dim_qk>(shared.key[stage], tokens, thread(), S::threads);
     zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query, Traits::tile_q, thread(), S::threads);
     if constexpr (S::rotate)
-      zero_padding<typename S::Key, Traits::head_dim_qk>(shared.rotated, tokens, thread(), S::threads);
+      zero_padding<typename S::Key, Traits::head_dim_qk>(shared.finished, tokens, thread(), S::threads);
   }
 
   FP_DEVICE i32 look_up(const Place& place, int tile) const {
@@ -87,31 +67,54 @@ struct ManyRows {
   }
 
   FP_DEVICE void note_keys(const Place& place, int tile, i32 found) {
-    if (thread() < tokens) shared.key_row[tile % stages][thread()] = row_of(params.k, place, tile, found, 0);
+    if (thread() >= tokens) return;
+    if constexpr (has_formats<Traits>)
+      shared.key_scales[tile % stages][thread()] = row_of(params.key_scales, place, tile, found, 0);
+    shared.key_row[tile % stages][thread()] = row_of(params.k, place, tile, found, 0);
   }
   FP_DEVICE void note_values(const Place& place, int tile, i32 found) {
-    const int column = S::first_value_column(place.pass);
-    if (thread() < tokens) shared.value_row[tile % stages][thread()] = row_of(params.v, place, tile, found, column);
+    int column = S::first_value_column(place.pass);
+    if (thread() >= tokens) return;
+    if constexpr (has_formats<Traits>) {
+      const int scale = Stored::Values::scale_offset(column);
+      shared.value_scales[tile % stages][thread()] = row_of(params.value_scales, place, tile, found, scale);
+      column = Stored::Values::value_offset(column);
+    }
+    shared.value_row[tile % stages][thread()] = row_of(params.v, place, tile, found, column);
   }
-  FP_DEVICE const Cache* row_of(const KvView& view, const Place& place, int tile, i32 found, int column) const {
+  FP_DEVICE const Element* row_of(const KvView& view, const Place& place, int tile, i32 found, int column) const {
     const Unit& unit = place.unit;
     i32 token = min_of(unit.kv_begin + tile * tokens + thread(), max_of(unit.kv_end - 1, 0));
-    return KvRows<Traits::kv_source>(params, place.item).template row<Cache>(view, found, token, unit.kv_head, column);
+    return KvRows<Traits::kv_source>(params, place.item)
+        .template row<Element>(view, found, token, unit.kv_head, column);
   }
 
   // Issues one of `parts` equal parts of a tile's copies of keys; load_values does the same for values.
   template <int parts>
   FP_DEVICE void load_keys(const Unit& unit, int tile, int part) {
+    if constexpr (has_formats<Traits>)
+      return load_stored<typename Stored::Keys>(shared.key[tile % stages], shared.key_row[tile % stages],
+                                                shared.key_scales[tile % stages], unit, tile);
     using Copy = RowCopy<Cache, Traits::head_dim_qk, S::threads>;
     load_part<Copy, parts>(shared.key[tile % stages], shared.key_row[tile % stages], unit, tile, part);
   }
   template <int parts>
   FP_DEVICE void load_values(const Unit& unit, int tile, int part) {
+    if constexpr (has_formats<Traits>)
+      return load_stored<typename Stored::Values>(shared.value[tile % stages], shared.value_row[tile % stages],
+                                                  shared.value_scales[tile % stages], unit, tile);
     using Copy = RowCopy<Cache, S::value_columns, S::threads, S::value_copy_bytes>;
     load_part<Copy, parts>(shared.value[tile % stages], shared.value_row[tile % stages], unit, tile, part);
   }
+  template <class Rows>
+  FP_DEVICE void load_stored(u8* destination, const u8* const* row_of, const u8* const* scales_of, const Unit& unit,
+                             int tile) {
+    Rows::template copy<tokens, S::threads>(
+        destination, thread(), unit.kv_end - unit.kv_begin - tile * tokens, [&](u32 row) { return row_of[row]; },
+        [&](u32 row) { return scales_of[row]; });
+  }
   template <class Copy, int parts>
-  FP_DEVICE void load_part(u8* destination, const Cache* const* row_of, const Unit& unit, int tile, int part) {
+  FP_DEVICE void load_part(u8* destination, const Element* const* row_of, const Unit& unit, int tile, int part) {
     Copy::template run_part<tokens, parts>(ptx::shared_address(destination), thread(),
                                            unit.kv_end - unit.kv_begin - tile * tokens, part,
                                            [&](u32 row) { return row_of[row]; });
@@ -127,15 +130,31 @@ struct ManyRows {
   }
 
   FP_DEVICE u32 finished_keys(const Unit& unit, int tile) {
+    const u8* stage = shared.key[tile % stages];
+    if constexpr (has_formats<Traits>) {
+      Stored::template convert_keys<tokens, S::threads>(stage, shared.finished, thread());
+      __syncthreads();
+      return ptx::shared_address(shared.finished);
+    }
     if constexpr (S::rotate) {
       i32 first = unit.kv_begin + tile * tokens;
       rotate_rows<Cache, typename S::Key, Traits::head_dim_qk>(
-          shared.key[tile % stages], shared.rotated, tokens, params.rope_scale, params.rope_theta, thread(), S::threads,
+          stage, shared.finished, tokens, params.rope_scale, params.rope_theta, thread(), S::threads,
           [&](int row) { return static_cast<float>(first + row); });
       __syncthreads();
-      return ptx::shared_address(shared.rotated);
+      return ptx::shared_address(shared.finished);
     }
-    return ptx::shared_address(shared.key[tile % stages]);
+    return ptx::shared_address(stage);
+  }
+  // Called when all warps have read the keys.
+  FP_DEVICE u32 finished_values(int tile) {
+    u8* stage = shared.value[tile % stages];
+    if constexpr (has_formats<Traits>) {
+      Stored::template convert_values<tokens, S::threads>(stage, shared.finished, thread());
+      __syncthreads();
+      stage = shared.finished;
+    }
+    return ptx::shared_address(stage);
   }
 
   // Issues the copies of Q and of the first tile.
@@ -148,7 +167,8 @@ struct ManyRows {
       note_keys(place, tile, found[tile]);
       note_values(place, tile, found[tile]);
     }
-    if (thread() == 0) shared.scale[place.parity] = score_scale_of<Traits>(params, place.item, place.unit);
+    if (thread() == 0)
+      shared.scale[place.parity] = score_scale_of<Traits>(params, place.item, place.unit) * KeyFormatOf<Traits>::unit;
     if (thread() < Traits::tile_q)
       shared.query_offset()[thread()] = query_offset(params, place.item, place.unit, thread());
     __syncthreads();
@@ -220,6 +240,7 @@ struct ManyRows {
           if constexpr (spread) load_keys<S::key_steps>(unit, tile + 1, step);
         });
     if constexpr (spread) ptx::cp_async_commit();
+    if constexpr (has_formats<Traits>) Stored::Keys::scale_tokens(scores, shared.key[tile % stages], lane());
     const auto rows = [&] { return WarpRows{params, place.item, unit, warp_row, lane()}; };
     if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, rows(), args, first);
     if (masking == Masking::on || (masking == Masking::where_needed && needs_mask<Traits>(unit, first, tokens)))
@@ -228,12 +249,16 @@ struct ManyRows {
     Probabilities<Traits, tokens / 8> probabilities(scores);
     ptx::cp_async_wait<stages - 1>();
     __syncthreads();  // this tile's values have arrived, and its keys have been read
+    if constexpr (Stored::scales_probabilities) {
+      Stored::Values::scale_tokens(scores, shared.value[tile % stages], lane());
+      probabilities = Probabilities<Traits, tokens / 8>(scores);
+    }
     if constexpr (stages == 1) copy_keys(unit, tile + 1);
     if constexpr (stages == 2 && !spread) copy_values(unit, tile + 1);
     if constexpr (stages == 2) note_keys(place, tile + 2, next);
     note_values(place, tile + stages, next);
     if constexpr (stages == 1) next = look_up(place, tile + 2);
-    multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % stages]), lane(), [&](int step) {
+    multiply_values(values, probabilities, finished_values(tile), lane(), [&](int step) {
       if constexpr (spread) load_values<value_steps<Traits, tokens / 8>>(unit, tile + 1, step);
     });
     if constexpr (spread) ptx::cp_async_commit();
@@ -259,7 +284,7 @@ struct ManyRows {
                             int warp_row) {
     const Unit& unit = place.unit;
     if constexpr (S::fp8_products) state.lower_maxima();
-    float value_scale = value_scale_of(params, place.item, unit.kv_head);
+    float value_scale = value_scale_of(params, place.item, unit.kv_head) * ValueFormatOf<Traits>::unit;
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll

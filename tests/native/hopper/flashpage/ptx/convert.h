@@ -87,6 +87,12 @@ void widen4(u32 four, u32& pair0, u32& pair1) {
   pair1 = wide[2] | wide[3] << 16;
 }
 
+inline u32 min_half2(u32 a, u32 b) {
+  const auto less = [&](int shift) {
+    return hopper::of_half(a >> shift & 0xffff) < hopper::of_half(b >> shift & 0xffff);
+  };
+  return ((less(0) ? a : b) & 0xffff) | ((less(16) ? a : b) & 0xffff0000);
+}
 // of(low, low of b, low of c) and of(high, ...), rounded once: sums of these products are exact in double.
 template <class Of, class To>
 u32 pairwise(u32 a, u32 b, u32 c, double sign, Of of, To to) {

@@ -1,0 +1,17 @@
+// append_quantised on the host, for tests/kernels/test_append_quantised.py, which sets TRAITS: the name of the file
+// with the rendered Variant and Traits.
+#include "flashpage/kernels/helpers/append_quantised.h"
+
+#include "flashpage/params/variant.h"
+#include "hopper.h"
+
+namespace flashpage {
+#include TRAITS
+}  // namespace flashpage
+
+using namespace flashpage;
+
+extern "C" void append_quantised(const AppendQuantisedParams* params) {
+  using Kernel = AppendQuantised<Traits>;
+  card::launch(2, Kernel::threads, [&] { Kernel::run(*params); });
+}
