@@ -162,18 +162,20 @@ def _formats_tile(work: Work) -> Tile:
     is_large, widest = card.shared_bytes >= LARGE, max(work.widest, 64)
     if _is_few(work):
         rows = 16 if work.packed_rows <= 16 else 32
-        warps = 4 if widest <= (256 if is_large else 128) else 2
-        limit = card.sm_shared_bytes // 2 - (1 << 10) if widest <= 128 else card.shared_bytes
-        ctas_per_sm = 2 if widest <= 128 else 1
+        is_tight = widest > 64 and (not is_large or (rows == 32 and card.shared_bytes < _LARGEST))
+        is_alone = widest > 128 or (is_tight and rows == 32 and not is_large)  # two CTAs do not fit an SM
+        warps = 2 if widest > (256 if is_large else 128) or (is_tight and not is_alone) else 4
+        limit = card.shared_bytes if is_alone else card.sm_shared_bytes // 2 - (1 << 10)
         ring_bytes = 8 * 16 * warps * sum((options.head_dim_qk, min(options.head_dim_vo, 256)))  # of 16-bit elements
-        return Tile(rows, 16 * warps, 1, warps, 4, ctas_per_sm, ring_bytes=ring_bytes, shared_limit=limit)
+        return Tile(rows, 16 * warps, 1, warps, 4, 1 if is_alone else 2, ring_bytes=ring_bytes, shared_limit=limit)
     is_light = work.loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     if widest <= 128 and work.packed_rows > 64 and is_light:
         has_row_scales = any(side.scale_columns == kv_formats.WHOLE_ROW for side in options.formats)
         tokens = 32 if not is_large or work.loop is not InnerLoop.PLAIN else 48 if has_row_scales else 64
-        return Tile(128, tokens, 4, 1, 1, 2)
+        if is_large or options.token_bytes <= 160:  # K and V of 4 bits: two CTAs fit an SM with 100 KiB
+            return Tile(128, tokens, 4, 1, 1, 2)
     if widest <= 256:
-        tokens = 64 if widest <= 128 else 32
+        tokens = 64 if widest <= (128 if is_large else 64) else 32
         return Tile(64, tokens, 4, 1, 1, 2 if is_large or widest <= 128 else 1)
     return Tile(32, 16, 2, 1, 1, 1)
 

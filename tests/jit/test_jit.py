@@ -307,6 +307,8 @@ CHANGES = {
     "head_dim_vo": 64,
     "kv_source": "ragged",
     "latent_format": "scaled",
+    "k_format": "nvfp4",
+    "v_format": "nvfp4",
     "mask_source": "packed_bits",
     "position_encoding": "rope",
     "tile": Tile(16, 64, 1, 4, 2),

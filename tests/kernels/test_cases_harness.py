@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import format_rows
 import pytest
 import torch
 from cases import CASES
@@ -39,7 +40,7 @@ class Honest:
         return made
 
     def request(self, request: int, q: torch.Tensor) -> State:
-        k, v = (self.without_hidden(request, self.tokens(request, memory)) for memory in self.inputs.cache.rows())
+        k, v = (self.without_hidden(request, self.rows(request, side)) for side in (0, 1))
         if self.case.entry == "latent":
             k, v = torch.cat([k, v], -1), k  # values, and what keys have in addition
         masks = self.inputs.masks
@@ -53,11 +54,19 @@ class Honest:
     def length(self, request: int) -> int:
         return self.case.kv_lens[request]
 
+    def rows(self, request: int, side: int) -> torch.Tensor:
+        """K (side 0) or V (1), as its format stands for it."""
+        rows, scales = self.tokens(request, self.inputs.cache.rows()[side]), self.inputs.scale_cache
+        if scales is None:
+            return rows
+        return format_rows.values(self.case, side, rows, self.tokens(request, scales.rows()[side]))
+
     def tokens(self, request: int, memory: torch.Tensor) -> torch.Tensor:
         length = self.length(request)
         if not is_ragged(self.case):
             pages = self.inputs.indices[self.inputs.indptr[request] : self.inputs.indptr[request + 1]]
-            return memory.float()[pages].flatten(0, 1)[:length]  # torch 2.9 cannot index fp8 on the CPU
+            found = memory if memory.dtype is torch.uint8 else memory.float()  # torch 2.9 cannot index fp8 on the CPU
+            return found[pages].flatten(0, 1)[:length]
         begin = int(self.inputs.indptr[request])
         return memory[0, begin : begin + length]
 
@@ -102,6 +111,15 @@ class LeftOfTheWindow(Honest):
 
     def without_hidden(self, request: int, rows: torch.Tensor) -> torch.Tensor:
         return rows
+
+
+class NeighbouringScales(Honest):
+    """Reads each token's scales at the token before it."""
+
+    def rows(self, request: int, side: int) -> torch.Tensor:
+        scales = self.inputs.scale_cache.rows()[side]
+        shifted = self.tokens(request, scales).roll(1, 0)
+        return format_rows.values(self.case, side, self.tokens(request, self.inputs.cache.rows()[side]), shifted)
 
 
 class WrongHeads(Honest):
@@ -161,6 +179,7 @@ FAULTS = {
     "missing tail of a prompt": (MissingTail, "prefill-squares"),
     "slot past the end": (PastTheEnd, "decode-edges"),
     "tokens left of the window": (LeftOfTheWindow, "few-window-in-page"),
+    "scales of the token before": (NeighbouringScales, "format-nvfp4"),
     "wrong head mapping": (WrongHeads, "heads-32-8"),
     "lse in base e": (faulty(lambda s: dataclasses.replace(s, lse=s.lse / LOG2_E)), "decode-batch-70"),
     "lse of masked rows finite": (

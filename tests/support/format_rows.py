@@ -49,6 +49,13 @@ def halves(case: Case, k: Rows, v: Rows) -> tuple[tuple[Rows, Rows], tuple[Rows,
     return (data[0], data[1]), (scales[0], scales[1])
 
 
+def values(case: Case, side: int, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What bytes [tokens, heads, ...] of K (side 0) or V (1) and of their scales stand for, in fp64."""
+    name = names(case)[side]
+    kind, scale_kind, _ = STORED.get(_base(name), (getattr(torch, name, None), torch.uint8, 0))
+    return _read(name, data.contiguous().view(kind), scales.contiguous().view(scale_kind))
+
+
 def row_bytes(case: Case) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes of a row of K and of V, and of its scales."""
     ones = [
