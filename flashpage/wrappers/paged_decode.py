@@ -143,8 +143,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             q_len_per_req: query rows of each request (more than one: causal among them).
             own: options that FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a
                 number of tokens: positions are cut at its multiples, and a row sees only tokens of its own chunk
-                (Llama 4); `kv_format`, how K and V are stored, a name or a pair of names and types
-                (docs/guides/kv-formats.md).
+                (Llama 4); `kv_format`, how K and V are stored (docs/guides/kv-formats.md).
         """
         if deprecated_positional_args:
             given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}

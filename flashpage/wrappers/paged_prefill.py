@@ -154,8 +154,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             disable_split_kv: no request is cut.
             own: options that FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a
                 number of tokens: positions are cut at its multiples, and a row sees only tokens of its own chunk
-                (Llama 4); `kv_format`, how K and V are stored, a name or a pair of names and types
-                (docs/guides/kv-formats.md).
+                (Llama 4); `kv_format`, how K and V are stored (docs/guides/kv-formats.md).
         """
         if seq_lens_q is not None:
             checks.refuse_given(seq_lens_q=seq_lens_q)
