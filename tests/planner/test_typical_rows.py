@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-
-import numpy as np
 import pytest
-from planner_batches import Batch, arrays_of, problem_of
-
-from flashpage import native
-
-
-def typical_rows(q_lens: list[int], kv_lens: list[int], *, group: int = 1, window_left: int = -1) -> int:
-    """Of a batch whose requests are all in the first part."""
-    batch = Batch(np.array(q_lens), np.array(kv_lens), 2 * group, 2, window_left=window_left)
-    arrays, parts = arrays_of(batch), native.Parts(most_few_rows=1 << 30)
-    problem = problem_of(batch, arrays)
-    native.load().fp_parts_count(ctypes.addressof(problem), ctypes.addressof(parts))
-    assert parts.few_requests == sum(n > 0 for n in q_lens)
-    found: int = parts.few_typical_rows
-    return found
+from planner_batches import typical_rows
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -178,3 +179,14 @@ def bounds(batch: Batch, cutting: Cutting, one_row: bool = False) -> tuple[int, 
     )  # fmt: skip
     assert status == native.OK
     return plan_bytes.value, partial_rows.value
+
+
+def typical_rows(q_lens: Sequence[int], kv_lens: Sequence[int], *, group: int = 1, window_left: int = -1) -> int:
+    """The rows of a request by which a batch's kernel is chosen (csrc/plan/typical_rows.h)."""
+    batch = Batch(np.array(q_lens), np.array(kv_lens), 2 * group, 2, window_left=window_left)
+    arrays, parts = arrays_of(batch), native.Parts(most_few_rows=1 << 30)
+    problem = problem_of(batch, arrays)
+    native.load().fp_parts_count(ctypes.addressof(problem), ctypes.addressof(parts))
+    assert parts.few_requests == sum(n > 0 for n in q_lens)
+    found: int = parts.few_typical_rows
+    return found

@@ -32,6 +32,7 @@ import math
 
 import torch
 from cases.case import Case
+from planner_batches import typical_rows
 from reference import LOG2_E, State
 
 from flashpage.kernels import prefill_sm89
@@ -74,9 +75,10 @@ def approximates_tanh(case: Case, card: Device) -> bool:
 
 def _is_prefill(case: Case) -> bool:
     """Whether there are more packed rows a request than decode kernels take."""
-    is_invariant = case.fixed_split_size and case.entry != "decode"
-    rows = 64 if is_invariant else math.ceil(sum(case.q_lens) / max(1, len(case.q_lens)))
-    return rows * case.num_q_heads // case.num_kv_heads > 64
+    is_invariant, group = case.fixed_split_size and case.entry != "decode", case.num_q_heads // case.num_kv_heads
+    if is_invariant:
+        return group > 1
+    return group * typical_rows(case.q_lens, case.kv_lens, group=group, window_left=case.window_left) > 64
 
 
 def limits(case: Case, expected: State, *, fp8_products: bool = False, approximate_tanh: bool = False) -> Limits:
