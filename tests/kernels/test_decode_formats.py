@@ -74,6 +74,7 @@ CASES = [
     decode("nvfp4-signs", "scales by head, of either sign", (70, 300, 2), kv_format="nvfp4", scales="signs"),
     decode("nvfp4-cap", "a soft cap, fp16", _PAIR, kv_format="nvfp4", soft_cap=8.0, q_dtype="float16"),
     decode("int8-256", "Q in shared memory, two warps a slot", _PAIR, head_dim=256, kv_format="int8_token"),
+    decode("nvfp4-requests", "scales of requests", (70, 300, 2), kv_format="nvfp4", scales="per_request"),
     decode("int8", "scales of tokens", _EDGES, kv_format="int8_token"),
     decode("e4m3", "scales of tokens, single rows", _PAIR, head_dim=128, kv_format="e4m3_token", page_size=1),
     decode("pair", "K and V differ in bits", _PAIR, head_dim=128, kv_format="nvfp4+float8_e4m3fn"),
@@ -123,7 +124,8 @@ def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tenso
     )
     for name, scales in inputs.scales.items():
         setattr(params, name, scales.data_ptr())
-        setattr(params, f"{name}_stride", 1)
+        setattr(params, f"{name}_stride", int(scales.shape[-1] > 1))
+        setattr(params, f"{name}_request_stride", scales.stride(0) if scales.dim() == 2 else 0)
     k, v = inputs.cache.rows()
     views = (params.k, params.v, params.key_scales, params.value_scales)
     for view, rows in zip(views, (k, v, *inputs.scale_cache.rows()), strict=True):

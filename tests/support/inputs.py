@@ -196,6 +196,13 @@ def _scales(case: Case) -> dict[str, Any]:
         return {name: torch.tensor([value]) for name, (value, _) in values.items()}
     if case.scales == "negative":
         return {"q_scale": torch.tensor([-0.9])}
+    if case.scales == "per_request":
+        sizes = {"k_scale": 1, "v_scale": case.num_kv_heads, "q_scale": case.num_q_heads}
+        count = len(case.kv_lens)
+        return {
+            name: torch.linspace(0.5 * values[name][0], values[name][0], count * size).reshape(count, size)
+            for name, size in sizes.items()
+        }
     scales = {name: torch.linspace(0.5 * value, value, heads) for name, (value, heads) in values.items()}
     if case.scales == "signs":
         scales["q_scale"][::2] *= -1

@@ -27,8 +27,8 @@ class Options:
     alibi_slopes: torch.Tensor | None = None  # [num_q_heads]
     rope: tuple[float, float] | None = None  # (scale, theta)
     sinks: torch.Tensor | None = None  # [num_q_heads], natural-log units
-    q_scale: torch.Tensor | float = 1.0  # one value or [num_q_heads]
-    k_scale: torch.Tensor | float = 1.0  # one value or [num_kv_heads]
+    q_scale: torch.Tensor | float = 1.0  # one value, [num_q_heads] or [requests, num_q_heads]
+    k_scale: torch.Tensor | float = 1.0  # as q_scale, for num_kv_heads
     v_scale: torch.Tensor | float = 1.0  # one value or [num_kv_heads]
     score_mod: Callable[..., torch.Tensor] | None = None  # (score, b, h, q_idx, kv_idx), after ALiBi and soft cap
     mask_mod: Callable[..., torch.Tensor] | None = None  # (b, h, q_idx, kv_idx)
@@ -58,10 +58,10 @@ def attention(
     tokens, num_kv_heads, _ = k.shape
     q_idx = torch.arange(rows).reshape(rows, 1) + tokens - rows
     kv_idx = torch.arange(tokens).reshape(1, tokens)
-    q, k, v = q.double(), k.double(), v.double() * _per_head(options.v_scale)
+    q, k, v = q.double(), k.double(), v.double() * _scale_of(options.v_scale, request)
     if options.rope is not None:
         q, k = rotate(q, q_idx.flatten(), *options.rope), rotate(k, kv_idx.flatten(), *options.rope)
-    q, k = q * _per_head(options.q_scale), k * _per_head(options.k_scale)
+    q, k = q * _scale_of(options.q_scale, request), k * _scale_of(options.k_scale, request)
     groups = q.reshape(rows, num_kv_heads, num_q_heads // num_kv_heads, q.shape[2])
     scores = torch.einsum("rhgd,thd->hgrt", groups, k).reshape(num_q_heads, rows, tokens) * options.sm_scale
     visible = torch.ones(num_q_heads, rows, tokens, dtype=torch.bool)
@@ -145,5 +145,8 @@ def _softmax(scores: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) 
     return State(times(p, v), lse.T * LOG2_E, times(p, v.abs()), times(p * p, v * v).sqrt())
 
 
-def _per_head(scale: torch.Tensor | float) -> torch.Tensor | float:
-    return scale.double().reshape(1, -1, 1) if isinstance(scale, torch.Tensor) else scale
+def _scale_of(scale: torch.Tensor | float, request: int) -> torch.Tensor | float:
+    """Broadcasts over [rows, heads, head_dim]."""
+    if not isinstance(scale, torch.Tensor):
+        return scale
+    return (scale[request] if scale.dim() == 2 else scale).double().reshape(1, -1, 1)

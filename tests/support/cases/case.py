@@ -46,9 +46,8 @@ class Case:
     rope_scale: float = 0.0  # 0: the default
     rope_theta: float = 0.0
     sinks: bool = False
-    scales: str = (
-        ""  # "" | float | tensor (one value on the device) | negative (one value) | per_head | signs (by head)
-    )
+    # "" | float | tensor (one value on the device) | negative (one value) | per_head | signs (by head) | per_request
+    scales: str = ""
     mask: str = ""  # "" | dense | packed
     mask_kind: str = "random"  # random | causal | blocks | tree | past | sparse | nothing
     variant: str = ""  # tests/support/cases/variants.py, VARIANTS

@@ -191,6 +191,7 @@ def score_rows() -> list[Case]:
         ),
         decode("few-variant-e4m3", "a variant over an fp8 cache", long, variant="blocks_and_gain", kv_dtype=E4M3),
         decode("few-scales-rows", "scales by head for 64 packed rows", long, scales="per_head", kv_dtype=E5M2, **rows),
+        decode("few-scales-requests", "scales of requests", long, scales="per_request", kv_dtype=E4M3, **rows),
         decode("few-scales-split", "the value scale counts once", (3000,), scales="per_head", kv_dtype=E4M3),
         prefill("few-mask-rows", "mask bits of 32 packed rows", (8, 8, 8), long, mask="dense", num_q_heads=8),
         prefill(

@@ -27,6 +27,7 @@ def decode_rows() -> list[Case]:
         decode("format-rotated-64", "an even power of two", LONG, kv_format="int4_token_rotated", q_dtype="float16"),
         decode("format-nvfp4-scales", "scales of tensors", LONG, head_dim=128, scales="float", **nvfp4),
         decode("format-nvfp4-signs", "scales by head, of either sign", LONG, scales="signs", **nvfp4),
+        decode("format-nvfp4-requests", "scales of requests", LONG, head_dim=128, scales="per_request", **nvfp4),
         decode("format-int8-heads", "scales by head as well", LONG, scales="per_head", kv_format="int8_token"),
         decode("format-nvfp4-hnd", "heads before tokens", LONG, kv_layout="HND", head_dim=128, **nvfp4),
         decode("format-int4-hnd", "heads before tokens", LONG, kv_layout="HND", **int4),
@@ -59,6 +60,7 @@ def prefill_rows() -> list[Case]:
         *(prefill(f"format-prefill-{name}", "many rows", kv_format=name, head_dim=128, **BATCH) for name in EACH),
         prefill("format-prefill-pair", "K and V differ", kv_format="int8_token+nvfp4", **BATCH),
         prefill("format-prefill-rotated", "rotated keys and queries", kv_format="int4_token_rotated", **BATCH),
+        prefill("format-prefill-requests", "scales of requests", kv_format="nvfp4", scales="per_request", **BATCH),
         prefill("format-prefill-hnd", "heads before tokens", kv_format="nvfp4", kv_layout="HND", **BATCH),
         prefill("format-prefill-dims", "two head dims", kv_format="nvfp4", head_dim=192, head_dim_vo=128, **BATCH),
         prefill(

@@ -76,6 +76,7 @@ def products() -> list[Case]:
     long: dict[str, Any] = {**wide, "q_lens": (40,), "kv_lens": (5000,)}
     return [
         prefill("fp8-q8-prefill", "e4m3 queries and cache, scales by head", scales="per_head", reduced=True, **wide),
+        prefill("fp8-q8-prefill-requests", "scales of requests", scales="per_request", **wide),
         prefill("fp8-q8-prefill-full", "no mask", o_dtype="float16", scales="tensor", **{**wide, "causal": False}),
         *(prefill(f"fp8-q8-prefill-dim-{n}", "tile of its own", head_dim=n, **batch) for n in (32, 64, 96, 192, 256)),
         prefill(

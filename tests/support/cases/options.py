@@ -141,7 +141,7 @@ def score_rows() -> list[Case]:
         rows.append(decode(f"scales-{kind}-decode", why, long, scales=kind))
         rows.append(prefill(f"scales-{kind}", why, MIXED_Q, MIXED_KV, causal=True, scales=kind))
         rows.append(prefill(f"scales-{kind}-ragged", why, (30, 3), (41, 70), entry="ragged", scales=kind))
-    for kind in ("float", "tensor", "per_head"):
+    for kind in ("float", "tensor", "per_head", "per_request"):
         options: dict[str, Any] = {"scales": kind, "kv_dtype": "float8_e4m3fn"}
         why = "q, k and v scales"
         rows.append(decode(f"scales-{kind}-decode", why, long, reduced=kind == "per_head", **options))

@@ -108,7 +108,8 @@ struct SwappedUnit {
   FP_DEVICE void scale_rows(float (&scores)[row_tiles][4], float by) const {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float factor = scales_heads(params) ? params.q_scale[packed_row(e).head] * by : by;
+      float factor = by;
+      if (scales_heads(params)) factor *= head_scale_of(params, slotted.place.item, packed_row(e).head);
 #pragma unroll
       for (int m = 0; m < row_tiles; ++m) scores[m][e] *= factor, scores[m][e + 2] *= factor;
     }

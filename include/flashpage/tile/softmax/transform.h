@@ -48,6 +48,11 @@ FP_DEVICE float softmax_scale_of(float score_scale, [[maybe_unused]] const Varia
 
 FP_DEVICE bool scales_heads(const AttentionParams& params) { return params.q_scale && params.q_scale_stride; }
 
+// The scale of a query head, if scales_heads.
+FP_DEVICE float head_scale_of(const AttentionParams& params, const WorkItem& item, i32 head) {
+  return params.q_scale[params.q_scale_request_stride * item.request + head];
+}
+
 // Whether transform_scores has anything to do for a unit. The vote does not change the result, but tells the compiler
 // that the whole warp branches, so that nothing has to reconverge.
 template <class Traits>
@@ -75,8 +80,7 @@ FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows) {
   const bool by_head = scales_heads(params);
   return [&params, &rows, scale, by_head](int m, int half) {
     const PackedRow row = rows.row(m, half);
-    const i32 first = params.q_scale_request_stride * rows.item.request;
-    const float row_scale = by_head ? params.q_scale[first + row.head] * scale : scale;
+    const float row_scale = by_head ? head_scale_of(params, rows.item, row.head) * scale : scale;
     return TransformedRow{row_scale, row.head, query_position(rows.item, row.row)};
   };
 }
