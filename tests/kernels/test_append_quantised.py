@@ -67,6 +67,7 @@ def write(append: Append, device: str = "cpu") -> list[torch.Tensor | None]:
         wide = torch.randn(TOKENS, append.heads, dim + append.gap, generator=generator)
         wide *= 2.0 ** torch.arange(-4, 5)[:, None, None]  # rows of other sizes
         wide[2, 0] = 0
+        wide[3, 1] *= 2.0**-135  # a scale that would be subnormal
         rows.append(wide.to(getattr(torch, append.dtype)).to(device)[..., append.gap :])
     ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)
     places = (ints(0, 0, 0, 0, -1, 1, 1, 1, 1), ints(2, 3, 4, 5, -1, 0, 1, 2, 3))

@@ -8,7 +8,10 @@ struct E4m3Token : TokenScale<448> {
   static constexpr int bits = 8;
 
   FP_HOST_DEVICE static float number(u32 stored) { return number_of<E4m3>(stored); }
-  FP_HOST_DEVICE static u32 stored(float element, Scale scale) { return bits_of<E4m3>(divided(element, scale)); }
+  FP_HOST_DEVICE static u32 stored(float element, Scale scale) {
+    const u32 sign = bits_of_float(element) >> 31 << 7;  // also of 0
+    return bits_of<E4m3>(divided(element, scale)) | sign;
+  }
 
   template <class Wide>
   FP_DEVICE static void widen(u32 word, u32 (&pairs)[2]) {

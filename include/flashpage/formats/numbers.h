@@ -39,17 +39,19 @@ FP_HOST_DEVICE float rounded_quotient(float a, float b) {
   return a / b;
 #endif
 }
-// x / divisor. On cards by its inverse, and what is left to divide by the inverse again, which rounds as a division
-// does.
+// x / divisor, and 0 in place of a subnormal quotient, of which cards take no reciprocal. On cards by the divisor's
+// inverse, and what is left to divide by the inverse again, which rounds as a division does.
 template <int divisor>
 FP_HOST_DEVICE float divided_by(float x) {
+  constexpr float smallest = 0x1p-126f;
 #if defined(__CUDA_ARCH__)
   constexpr float inverse = 1.f / divisor;
-  const float quotient = x * inverse;
-  return __fmaf_rn(__fmaf_rn(-quotient, static_cast<float>(divisor), x), inverse, quotient);
+  const float near = x * inverse;
+  const float quotient = __fmaf_rn(__fmaf_rn(-near, static_cast<float>(divisor), x), inverse, near);
 #else
-  return x / divisor;
+  const float quotient = x / divisor;
 #endif
+  return quotient < smallest ? 0.f : quotient;
 }
 FP_HOST_DEVICE float magnitude_of(float x) { return float_of_bits(bits_of_float(x) & 0x7fffffff); }
 FP_HOST_DEVICE float at_most(float x, float most) { return x > most ? most : x; }
