@@ -50,6 +50,10 @@ def _of_requests(value: torch.Tensor, name: str, requests: int) -> Scale:
     by_head = value.shape[1] > 1
     if value.dtype != torch.float32 or (by_head and value.stride(1) != 1):
         raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
+    if (requests - 1) * value.stride(0) + value.shape[1] > 2**31:
+        raise RunError(
+            f"{name} has {value.stride(0)} elements from a request's scales to the next one's: pass {name}.contiguous()."
+        )
     return Scale(1.0, tensor_memory.address(value, name, RunError), int(by_head), value.stride(0))
 
 

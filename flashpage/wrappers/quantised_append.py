@@ -33,7 +33,8 @@ class Places(NamedTuple):
 class QuantisedWrite:
     """New rows in 16 or 32 bits, and the cache that gets them; everything but the places is checked."""
 
-    waits_for_scales = False  # whether scales on a card are read and judged, which waits for them
+    # Whether scales on a card are read and judged, which waits for them; in a graph capture the kernel judges them.
+    waits_for_scales = False
 
     def __init__(
         self,
@@ -152,6 +153,7 @@ class QuantisedWrite:
             nnz=len(places.positions),
             num_kv_heads=self._rows[0].shape[1],
             rotates_keys=self.formats[0].is_rotated,
+            stops_at_bad_scales=self.waits_for_scales and is_capturing(self.device),
             num_slots=min(self.views[0].num_pages * self.views[0].page_size, 2**31 - 1),
             page=native.make_fast_div(self.views[0].page_size),
             **{name: part.data_ptr() for name, part in places._asdict().items() if part is not None},

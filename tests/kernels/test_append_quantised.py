@@ -82,8 +82,8 @@ def write(append: Append, device: str = "cpu") -> list[torch.Tensor | None]:
     return [None if part is None else part.contiguous().view(torch.uint8).cpu() for part in (k, v, k_sf, v_sf)]
 
 
-def run_kernel(write: QuantisedWrite, params: Any) -> None:
-    """In place of QuantisedWrite._launch."""
+def run_kernel(write: QuantisedWrite, params: Any) -> int:
+    """In place of QuantisedWrite._launch; returns how many threads would have ended the launch."""
     key, value = write._rows
     spec = KernelSpec(
         "append_quantised",
@@ -95,7 +95,8 @@ def run_kernel(write: QuantisedWrite, params: Any) -> None:
         v_format=write.formats[1].name,
     )
     library = shared_library("append_quantised.cpp", first_include="hopper", flags=traits_flags(spec))
-    ctypes.CDLL(str(library)).append_quantised(ctypes.byref(params))
+    stopped: int = ctypes.CDLL(str(library)).append_quantised(ctypes.byref(params))
+    return stopped
 
 
 def check(append: Append, written: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
@@ -124,3 +125,18 @@ def test_it_writes_what_the_cpu_writes(append: Append, monkeypatch: pytest.Monke
 @EACH
 def test_so_does_a_card(append: Append, device: str) -> None:
     check(append, write(append, device), write(append))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, -1.0, float("inf"), float("nan")])
+def test_a_captured_launch_ends_at_bad_scales(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a capture nothing reads scales on the card but the kernel; FlashInfer's ends the launch."""
+    stopped = []
+
+    def launch(given: QuantisedWrite, params: Any) -> None:
+        number = ctypes.c_float(scale)
+        params.v_scale, params.stops_at_bad_scales = ctypes.addressof(number), 1
+        stopped.append(run_kernel(given, params))
+
+    monkeypatch.setattr(QuantisedWrite, "_launch", launch)
+    write(APPENDS["nvfp4"])
+    assert bool(stopped[0]) == (scale != 1)

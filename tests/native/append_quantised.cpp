@@ -11,7 +11,10 @@ namespace flashpage {
 
 using namespace flashpage;
 
-extern "C" void append_quantised(const AppendQuantisedParams* params) {
+// Returns how many threads would have ended the launch.
+extern "C" int append_quantised(const AppendQuantisedParams* params) {
   using Kernel = AppendQuantised<Traits>;
+  ptx::traps = 0;
   card::launch(2, Kernel::threads, [&] { Kernel::run(*params); });
+  return ptx::traps;
 }

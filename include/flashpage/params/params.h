@@ -150,6 +150,7 @@ struct AppendQuantisedParams {
   i32 nnz, num_kv_heads;
   i32 num_slots;     // of the cache; later slots, which only `positions` as slots can name, are skipped
   i32 rotates_keys;  // 1: rows of K are first multiplied by a Hadamard matrix over sqrt(head_dim_qk), a power of two
+  i32 stops_at_bad_scales;           // 1: a k_scale or v_scale that is not positive and finite ends the launch
   float key_divisor, value_divisor;  // the float scales
   FastDiv page;
 };

@@ -8,6 +8,7 @@
 #include "flashpage/ptx/ld_global.h"
 #include "flashpage/ptx/quantise.h"
 #include "flashpage/ptx/rcp.h"
+#include "flashpage/ptx/trap.h"
 
 namespace flashpage {
 
@@ -154,6 +155,7 @@ struct AppendQuantised {
 
   FP_DEVICE static void run(const AppendQuantisedParams& params) {
     ptx::grid_dependency_wait();
+    if (params.stops_at_bad_scales && !(is_scale(params.k_scale) && is_scale(params.v_scale))) ptx::trap();
     const float key_factor = factor_of(params.key_divisor, params.k_scale);
     const float value_factor = factor_of(params.value_divisor, params.v_scale);
     const bool is_aligned = reads_vectors(params);
@@ -185,6 +187,7 @@ struct AppendQuantised {
   }
 
  private:
+  FP_DEVICE static bool is_scale(const float* scale) { return !scale || (*scale > 0.f && *scale <= 0x1.fffffep127f); }
   FP_DEVICE static float factor_of(float divisor, const float* scale) {
     return 1.f / (scale ? divisor * *scale : divisor);
   }
