@@ -52,7 +52,7 @@ def _of_requests(value: torch.Tensor, name: str, requests: int) -> Scale:
         raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
     if (requests - 1) * value.stride(0) + value.shape[1] > 2**31:
         raise RunError(
-            f"{name} has {value.stride(0)} elements from a request's scales to the next one's: pass {name}.contiguous()."
+            f"{name} has {value.stride(0)} elements from one request's scales to the next: pass {name}.contiguous()."
         )
     return Scale(1.0, tensor_memory.address(value, name, RunError), int(by_head), value.stride(0))
 

@@ -271,7 +271,7 @@ def test_scales_of_requests(shapes: tuple[tuple[int, ...], ...]) -> None:
         states.append(reference_states(dataclasses.replace(inputs, scales=scales))[i])
     compare(case, Outputs(*found), states)
     far = torch.empty(3 * 2**30 + 1).as_strided((4, 1), (2**30, 1))  # nothing touches its 12 GiB
-    with pytest.raises(RunError, match="elements from a request's scales"):
+    with pytest.raises(RunError, match="elements from one request's scales"):
         wrapper.run(runner.q(), *runner.kv(), k_scale=far)
 
 
