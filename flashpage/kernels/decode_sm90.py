@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+from . import kv_formats
 from .ahead import BF16, BYTES, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .kernel import (
     FP8,
@@ -19,6 +20,7 @@ from .kernel import (
     head_dims,
     no_latent_rows,
 )
+from .options import Options
 from .spec import KernelSpec
 from .tensor_maps import LINE_BYTES, NARROW_LINE_BYTES, boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
@@ -28,7 +30,6 @@ MOST_PACKED_ROWS = 64
 _LOADING_WARPS = 4  # DecodeWarps::loading of the header
 _MOST_STAGES = 64  # the header uses as many as fit the ring
 _FORMAT_ROWS_STAGES = 16  # with more, page numbers of a round take too many registers
-_SWAPPED_TEAMS = 12  # of one warp: their accumulators are half as large
 _HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measured
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
@@ -48,7 +49,7 @@ def _tile(work: Work) -> Tile:
     if _is_small(work):
         warps_v = _small_warps_v(work)
     if _swaps(work):
-        return Tile(8, 32, 1, _SWAPPED_TEAMS, _MOST_STAGES, 1, 1)
+        return Tile(8, 32, 1, _swapped_teams(options), _MOST_STAGES, 1, 1)
     tile_q = next(rows for rows in (16, 32, 64) if work.packed_rows <= rows or rows * warps_v == 128)
     warps_q = tile_q // 16
     tile_kv = _slot_tokens(work)
@@ -66,6 +67,13 @@ def _swaps(work: Work) -> bool:
     has_four_bits = options.has_formats and all(side.bits == 4 for side in options.formats)
     is_plain = work.loop is InnerLoop.PLAIN and work.mask_source == "implicit"
     return has_four_bits and work.packed_rows <= 8 and is_plain
+
+
+def _swapped_teams(options: Options) -> int:
+    """Teams of one warp, of which twelve find room, as their accumulators are half as large. Eight are faster where
+    blocks of columns share a scale and boxes bring the rows: fewer warps share the issue slots."""
+    has_blocks = all(0 < side.scale_columns < kv_formats.WHOLE_ROW for side in options.formats)
+    return 8 if has_blocks and boxes_or_rows(options) == "boxes" else 12
 
 
 def _is_small(work: Work) -> bool:
