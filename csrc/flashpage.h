@@ -313,8 +313,10 @@ struct fp_bound_part {
   flashpage::AttentionParams* params;
   flashpage::MergeParams* merge_params;
   flashpage::KvView* k_view;  // the views that hold the cache's addresses: in params, or in the parameters of the
-                              // kernel that gathers rows
+                              // kernel that copies K and V before
   flashpage::KvView* v_view;
+  flashpage::KvView* key_scales;  // of formats, likewise
+  flashpage::KvView* value_scales;
 };
 
 // A run whose structs are bound: the tensors that they fit, and where the tensors' addresses go.

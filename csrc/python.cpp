@@ -137,8 +137,8 @@ bool point(const Arguments& given) {
   if (!scale_addresses(given, scales) || writes_what_it_reads(run, q, k, v, scales, out, lse)) return false;
   fp_point(&run, q, k, v, out, lse);
   for (int i = 0; i < run.num_parts; ++i) {
-    run.parts[i].params->key_scales.data = scales[0];
-    run.parts[i].params->value_scales.data = scales[1];
+    run.parts[i].key_scales->data = scales[0];
+    run.parts[i].value_scales->data = scales[1];
   }
   count_write(given.out);
   if (lse != nullptr) count_write(given.lse);

@@ -43,7 +43,7 @@ def _append_latent_traits(spec: KernelSpec) -> tuple[str, ...]:
     )
 
 
-def _append_quantised_traits(spec: KernelSpec) -> tuple[str, ...]:
+def _format_rows_traits(spec: KernelSpec) -> tuple[str, ...]:
     return (
         *types(StoredQuery=spec.q_dtype, StoredCache=spec.kv_dtype),
         f"static constexpr int head_dim_qk = {spec.head_dim_qk}, head_dim_vo = {spec.head_dim_vo};",
@@ -73,7 +73,7 @@ APPEND_LATENT = dataclasses.replace(
     _helper("append_latent", "AppendLatent<Traits>", "AppendLatentParams"), traits=_append_latent_traits
 )
 APPEND_QUANTISED = dataclasses.replace(
-    _helper("append_quantised", "AppendQuantised<Traits>", "AppendQuantisedParams"), traits=_append_quantised_traits
+    _helper("append_quantised", "AppendQuantised<Traits>", "AppendQuantisedParams"), traits=_format_rows_traits
 )
 CPU_APPEND_QUANTISED = dataclasses.replace(
     APPEND_QUANTISED,
@@ -83,6 +83,9 @@ CPU_APPEND_QUANTISED = dataclasses.replace(
 )
 GATHER_ROWS = _helper("gather_rows", "GatherRows", "GatherRowsParams")
 GATHER_SLOTS = _helper("gather_slots", "GatherSlots", "GatherSlotsParams")
+WIDEN_PAGES = dataclasses.replace(
+    _helper("widen_pages", "WidenPages<Traits>", "WidenPagesParams"), traits=_format_rows_traits
+)
 PLAN = _helper("plan", "PlanOnDevice", "plan::TablePlan")
 MASK_TILES = dataclasses.replace(
     _helper("mask_tiles", "MaskTiles<Traits>", "MaskTilesParams"),
@@ -93,7 +96,7 @@ MASK_TILES = dataclasses.replace(
 
 KERNELS = (
     *(MERGE, MERGE_BY_COLUMNS, MERGE_STATES, APPEND, APPEND_LATENT, APPEND_QUANTISED, CPU_APPEND_QUANTISED),
-    *(GATHER_ROWS, GATHER_SLOTS, PLAN, MASK_TILES),
+    *(GATHER_ROWS, GATHER_SLOTS, WIDEN_PAGES, PLAN, MASK_TILES),
 )
 
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
@@ -104,4 +107,10 @@ AHEAD = (
     KernelSpec("plan"),
     KernelSpec("gather_slots"),
 )
-AHEAD_OF_HOPPER = (KernelSpec("gather_rows"), KernelSpec("mask_tiles", mask_source="packed_bits"))
+AHEAD_OF_HOPPER = (
+    KernelSpec("gather_rows"),
+    KernelSpec(
+        "widen_pages", kv_dtype=DType.BYTES, head_dim_qk=128, head_dim_vo=128, k_format="nvfp4", v_format="nvfp4"
+    ),
+    KernelSpec("mask_tiles", mask_source="packed_bits"),
+)

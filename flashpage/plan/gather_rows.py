@@ -1,4 +1,5 @@
-"""Pages of one token: K and V are copied to contiguous rows before a Hopper prefill reads them.
+"""When K and V are copied before a Hopper prefill reads them, and pages of one token as contiguous rows; those of
+formats become wider pages (widened_pages.py).
 
 Loading warps load single rows by cp.async, which costs a prefill an eighth of its time (docs/tried.md); contiguous rows
 come in boxes. If enough query rows see each token, a kernel that copies all rows costs less. The start of a request's
@@ -19,7 +20,9 @@ from ..base.kv_view import View
 from ..kernels import ATTENTION, devices
 from ..kernels.devices import H200, Device
 from ..kernels.options import Options
+from ..kernels.spec import KernelSpec
 from ..kernels.work import Problem, Work
+from . import widened_pages
 
 NOTE = "pages of one token: a kernel before this one gathers K and V into contiguous rows, which come in boxes"
 
@@ -38,8 +41,29 @@ def runs_on(device: torch.device) -> bool:
 
 
 def as_rows(options: Options) -> Options:
-    """The problem of the attention kernel over gathered rows."""
+    """The problem of the attention kernel over the copy."""
+    if options.has_formats:
+        return widened_pages.as_pages(options)
     return dataclasses.replace(options, kv_source="ragged", page_size=0)
+
+
+def note_of(options: Options) -> str:
+    return widened_pages.NOTE if options.has_formats else NOTE
+
+
+def spec_of(options: Options) -> KernelSpec:
+    """The kernel that copies."""
+    return widened_pages.spec_of(options) if options.has_formats else KernelSpec("gather_rows")
+
+
+def params_of(options: Options) -> native.GatherRowsParams | native.WidenPagesParams:
+    """Its parameters."""
+    return native.WidenPagesParams() if options.has_formats else native.GatherRowsParams()
+
+
+def copy_below(limit: int, first: int, end: int, options: Options) -> Rows | widened_pages.Pages | None:
+    """The copy at the end of the memory before `limit`."""
+    return (widened_pages.Pages if options.has_formats else Rows).below(limit, first, end, options)
 
 
 class GatherPolicy:
@@ -53,7 +77,8 @@ class GatherPolicy:
         self._most_tokens = options.most_visible
         # The copy costs memory bandwidth and saves time of wgmmas.
         rows_of_h200 = card.flops_per_byte / options.group_size
-        self._least_rows = LEAST_ROWS * rows_of_h200
+        least = widened_pages.LEAST_ROWS if options.has_formats else LEAST_ROWS
+        self._least_rows = least * rows_of_h200
         self._least_with_starts = LEAST_ROWS_AND_STARTS * rows_of_h200
         self._unit_tokens = UNIT_TOKENS * card.flops_per_byte
 
@@ -87,9 +112,10 @@ def _may_be(options: Options) -> bool:
     is_plain = options.position_encoding != "ROPE_LLAMA" and options.variant is None and not options.has_mask
     is_free = not (options.uniform_q_len or options.is_batch_invariant)
     of_tokens = options.kv_source == "paged" and options.page_size == 1 and options.kv_dtype.size == _ELEMENT_BYTES
-    if not (is_plain and is_free and of_tokens):
+    if not (is_plain and is_free and (of_tokens or widened_pages.may_widen(options))):
         return False
-    work = Work(Problem(options, LEAST_ROWS), H200)  # only the card's capability matters here
+    read = as_rows(options) if options.has_formats else options
+    work = Work(Problem(read, LEAST_ROWS), H200)  # only the card's capability matters here
     return any(kernel.gathers_rows and not kernel.refusals(work) for kernel in ATTENTION)
 
 
@@ -115,9 +141,15 @@ class Rows(NamedTuple):
             for name, dim in (("K", options.head_dim_qk), ("V", options.head_dim_vo))
         }
 
-    def bind(self, params: native.GatherRowsParams, views: dict[str, View], options: Options, kv_indices: int) -> None:
+    def bind(
+        self,
+        params: native.GatherRowsParams,
+        views: dict[str, View],
+        options: Options,
+        attention: native.AttentionParams,
+    ) -> None:
         """All parameters except the addresses of the cache, which has the strides of `views`."""
-        params.kv_indices, params.k_rows, params.v_rows = kv_indices, self.k, self.v
+        params.kv_indices, params.k_rows, params.v_rows = attention.kv_indices, self.k, self.v
         params.first, params.count = self.first, self.end - self.first
         for side, view in ((params.k, views["K"]), (params.v, views["V"])):
             side.page_stride, side.token_stride, side.head_stride = view.page_stride, 0, view.head_stride
@@ -125,6 +157,9 @@ class Rows(NamedTuple):
         params.k_row_vectors, params.v_row_vectors = native.make_fast_div(k), native.make_fast_div(v)
         params.k_token_vectors, params.v_token_vectors = k * options.num_kv_heads, v * options.num_kv_heads
         params.token_vectors = native.make_fast_div(max(k, v) * options.num_kv_heads)
+
+
+Copy = Rows | widened_pages.Pages
 
 
 def _token_bytes(options: Options, dim: int) -> int:

@@ -80,7 +80,7 @@ class OptionPlan:
         self.used_at = 0  # the generation whose runs last used these options
         self.fork: int | None = None  # for runs of two parts, on a card
         self.mask_tiles = MaskTiles(batch.device)
-        self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read in place
+        self.gathered: gather_rows.Copy | None = None  # of the present plan; None: K and V are read in place
         self._whole: PreparedKernels  # kernels of the present plan, if it has one part
         self._is_of_all = False  # launches have the shape that serves every plan
         self._parts: MixedBatchPlan | None = None  # known after the first plan's kernels
@@ -128,6 +128,11 @@ class OptionPlan:
         """Kernels of the present plan, or of its first part."""
         return self.parts[0].prepared
 
+    @property
+    def scale_alignment(self) -> int:
+        """Bytes on which the scales of formats must start for the present plan's kernel."""
+        return self.prepared.choice.kernel.scale_alignment if self.options.has_formats else 1
+
     # ---------------------------------------------------------------- plan
 
     def plan(self, batch: Batch, lengths: Given, page_numbers: Any) -> int:
@@ -173,7 +178,7 @@ class OptionPlan:
         """Makes the next plan choose its kernels and check the workspaces again."""
         self.call.row_class = _NO_CLASS
 
-    def _choose(self, batch: Batch, gathered: gather_rows.Rows | None) -> None:
+    def _choose(self, batch: Batch, gathered: gather_rows.Copy | None) -> None:
         """Plans the call with the kernels that fit the batch."""
         call, struct, options = self.call, batch.struct, self.options
         requests, rows = struct.requests, struct.rows
@@ -225,17 +230,18 @@ class OptionPlan:
             self._planned_variant = spec
             self.choose_again()
 
-    def _rows_to_gather(self, batch: Batch) -> gather_rows.Rows | None:
+    def _rows_to_gather(self, batch: Batch) -> gather_rows.Copy | None:
         """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None also if some
         of the page numbers are not in use: lengths are given in addition to them, or what rows may see."""
         struct, options = batch.struct, self.options
-        is_known = not batch.is_graph and struct.kv_lens.data is None and batch.row_runs is None
-        is_known = is_known and gather_rows.runs_on(batch.device)
-        if not is_known or not self._worth_gathering.is_for(struct.requests, struct.rows, batch.entries):
+        is_known = struct.kv_lens.data is None or options.has_formats  # which skips what is no page
+        is_known = is_known and not batch.is_graph and batch.row_runs is None and gather_rows.runs_on(batch.device)
+        tokens = batch.entries * max(1, options.page_size)
+        if not is_known or not self._worth_gathering.is_for(struct.requests, struct.rows, tokens):
             return None
         partial_out, partial_lse = batch.workspaces.partials(options.head_dim_vo)
-        rows = gather_rows.Rows.below(partial_lse, struct.kv_begin, struct.kv_end, options)
-        return rows if rows.k >= partial_out else None
+        rows = gather_rows.copy_below(partial_lse, struct.kv_begin, struct.kv_end, options)
+        return rows if rows is not None and rows.k >= partial_out else None
 
     def _make_int_room(self, batch: Batch, needed: int) -> bool:
         """Gives the slot more memory for a plan of that many bytes, unless a graph may read it; returns whether it

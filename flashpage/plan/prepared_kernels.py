@@ -34,7 +34,7 @@ class PreparedKernels:
 
     __slots__ = (
         *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "merge_ctas", "most_merge_ctas"),
-        *("options", "problem", "schedule", "schedule_address"),
+        *("options", "problem", "read", "schedule", "schedule_address"),
     )
 
     def __init__(
@@ -49,16 +49,17 @@ class PreparedKernels:
     ) -> None:
         self.options = options
         self.problem = Problem(options, packed_rows, has_known_lengths=has_known_lengths, contexts=contexts)
-        problem = dataclasses.replace(self.problem, options=gather_rows.as_rows(options)) if gathers else self.problem
+        self.read = gather_rows.as_rows(options) if gathers else options
+        problem = dataclasses.replace(self.problem, options=self.read)
         self.choice = choose.choose(problem, device, trace(options, 1.0, device).spec)
         if gathers:
-            self.choice = dataclasses.replace(self.choice, reasons=(*self.choice.reasons, gather_rows.NOTE))
+            self.choice = dataclasses.replace(self.choice, reasons=(*self.choice.reasons, gather_rows.note_of(options)))
         LOGGER.info("chose %s on %s: %s", self.choice.spec.name, device, "; ".join(self.choice.reasons))
         self.attention = jit.get_kernel(self.choice.spec, device)
         self.mask_tiles = self.gather_rows = None
         if device.type == "cuda":
             if gathers:
-                self.gather_rows = jit.get_kernel(KernelSpec("gather_rows"), device)
+                self.gather_rows = jit.get_kernel(gather_rows.spec_of(options), device)
             if (spec := mask_tiles_spec(self.choice, options)) is not None:
                 self.mask_tiles = jit.get_kernel(spec, device)
             num_ctas = schedules.resident_ctas(self.attention.info, self.choice.card) // self.choice.spec.ctas

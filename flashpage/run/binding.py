@@ -20,7 +20,7 @@ from ..base import checks, kv_view, tensor_memory
 from ..base.errors import RunError
 from ..kernels import devices, latent_formats, tensor_maps
 from ..kernels.options import RunOptions, check_rope, check_scale
-from ..plan.gather_rows import Rows
+from ..plan import gather_rows
 from ..plan.launches import LaunchList
 from ..plan.prepared_kernels import fill_variant, trace
 from .bound_part import BoundPart
@@ -39,8 +39,18 @@ class Binding:
     __slots__ = (
         *("address", "alignment_mask", "args", "args_address", "bound_run", "cache_views", "combination", "device"),
         *("enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_numbers", "head_dim_vo", "kv_layout"),
-        *("launches", "lse_shape", "out_dtype", "out_shape", "params", "parts", "scale_masks", "scales", "signature"),
-        *("requests", "sinks", "sm_scale", "stamps", "traced", "values", "variant", "views"),
+        *(
+            "launches",
+            "lse_shape",
+            "out_dtype",
+            "out_shape",
+            "params",
+            "parts",
+            "scale_holder",
+            "scale_masks",
+            "scales",
+        ),
+        *("requests", "signature", "sinks", "sm_scale", "stamps", "traced", "values", "variant", "views"),
     )
 
     def __init__(
@@ -49,13 +59,14 @@ class Binding:
         self.values, self.combination, self.device = values, combination, planner.device
         self.parts = [BoundPart(combination.options)]  # the second one comes with the first plan of two parts
         self.params = self.parts[0].params
-        self.variant, self.gather = native.VariantArgs(), native.GatherRowsParams()
+        self.variant = native.VariantArgs()
+        self.gather: Any = gather_rows.params_of(combination.options)
         self.launches = LaunchList(ctypes.addressof(self.variant))
         self.args = self.launches.args
         self.args_address = ctypes.addressof(self.args)
         self.bound_run = native.BoundRun(self.args_address)
         self.address = ctypes.addressof(self.bound_run)
-        self.gathered: Rows | None = None
+        self.gathered: gather_rows.Copy | None = None
         self.generation, self.signature = 0, None
         self.requests = 0  # that scales of requests must be for
         self.sinks: torch.Tensor | None = None
@@ -108,7 +119,9 @@ class Binding:
         self._check_span(k, v)
 
     def _bind_views(
-        self, views: dict[str, kv_view.View], cache: native.AttentionParams | native.GatherRowsParams
+        self,
+        views: dict[str, kv_view.View],
+        cache: native.AttentionParams | native.GatherRowsParams | native.WidenPagesParams,
     ) -> None:
         """Sets K and V as the attention kernel reads them, and chooses the struct that gets the cache's addresses."""
         self.views, params, bound = views, self.params, self.bound_run.parts[0]
@@ -119,6 +132,9 @@ class Binding:
                 view.head_stride,
             )
         bound.k_view, bound.v_view = ctypes.addressof(cache.k), ctypes.addressof(cache.v)
+        self.scale_holder = params if isinstance(cache, native.GatherRowsParams) else cache
+        bound.key_scales = ctypes.addressof(self.scale_holder.key_scales)
+        bound.value_scales = ctypes.addressof(self.scale_holder.value_scales)
 
     def _bind_scales(self, views: tuple[kv_view.View | None, kv_view.View | None]) -> None:
         """Sets the strides of the scales of formats; point_scales sets their addresses."""
@@ -146,10 +162,10 @@ class Binding:
             for other, output in zip(("out", "lse"), written, strict=True):
                 if output is not None:
                     tensor_memory.check_apart(output, other, tensor, name, RunError)
-            for params in (its.params for its in self.parts):
-                (params.value_scales if i else params.key_scales).data = address
+            for holder in (self.scale_holder, *(its.params for its in self.parts[1:])):
+                (holder.value_scales if i else holder.key_scales).data = address
 
-    def _bind_gathered(self, rows: Rows | None) -> None:
+    def _bind_gathered(self, rows: gather_rows.Copy | None) -> None:
         """Makes the attention kernel read the rows that each run gathers, or the cache again."""
         params, options = self.params, self.combination.options
         self.gathered = rows
@@ -157,7 +173,7 @@ class Binding:
             self._bind_views(self.cache_views, params)
             return
         self._bind_views(rows.views(options), self.gather)
-        rows.bind(self.gather, self.cache_views, options, params.kv_indices)
+        rows.bind(self.gather, self.cache_views, options, params)
         params.k.data, params.v.data = rows.k, rows.v
 
     def _bind_alignment(self, out_strides: tuple[int, int], k: kv_view.View, v: kv_view.View) -> None:
@@ -211,6 +227,8 @@ class Binding:
             bound.params, bound.merge_params = ctypes.addressof(its.params), ctypes.addressof(its.merge)
             if its is not self.parts[0]:
                 bound.k_view, bound.v_view = ctypes.addressof(its.params.k), ctypes.addressof(its.params.v)
+                bound.key_scales = ctypes.addressof(its.params.key_scales)
+                bound.value_scales = ctypes.addressof(its.params.value_scales)
         if options.needs_variant:
             self.traced = trace(options, self.values.logits_soft_cap, self.device)
             fill_variant(self.variant, self.traced)

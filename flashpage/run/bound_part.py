@@ -13,7 +13,7 @@ from ..kernels.options import Options
 from ..plan.launches import Addresses
 
 if TYPE_CHECKING:
-    from ..plan.gather_rows import Rows
+    from ..plan.gather_rows import Copy
     from ..plan.mixed_batch import Part
     from ..plan.prepared_kernels import PreparedKernels
 
@@ -48,7 +48,7 @@ class BoundPart:
         params.partial_out = merge.partial_out = partial_out + row * self._options.head_dim_vo * 4
         params.partial_lse = merge.partial_lse = partial_lse + row * 4
 
-    def use_boxes(self, prepared: PreparedKernels, views: dict[str, View], gathered: Rows | None) -> None:
+    def use_boxes(self, prepared: PreparedKernels, views: dict[str, View], gathered: Copy | None) -> None:
         """Boxes for the kernel's loader. A dimension of one token has a separate stride (tensor_maps.box_form)."""
         wanted = prepared, gathered is not None and gathered.end > 1
         if wanted != self._bound_to:
@@ -58,7 +58,7 @@ class BoundPart:
     def bind_boxes(self, prepared: PreparedKernels, views: dict[str, View]) -> None:
         """Makes tensor maps of K, V, q and out if the kernel uses them; sets tokens and rows of their boxes in
         `params`."""
-        spec, options, params = prepared.choice.spec, self._options, self.params
+        spec, options, params = prepared.choice.spec, prepared.read, self.params
         tile, is_paged = spec.tile, spec.kv_source != "ragged"  # rows that were gathered from pages are ragged
         page_size = options.page_size if is_paged else 0
         element_bytes = options.kv_dtype.size

@@ -347,7 +347,7 @@ class Attention(Unique):
         """Checks a run that differs from the last one, and finds or makes its structs."""
         self.require_plan("run")
         combination = self._judge(values, tensors)
-        key = (combination, values, *(geometry(t) for t in flat(tensors)))
+        key = (combination, values, combination.scale_alignment, *(geometry(t) for t in flat(tensors)))
         bindings = self._local.bindings
         try:
             bound = bindings.get(key)

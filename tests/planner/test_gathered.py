@@ -348,7 +348,8 @@ def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
     spec = dataclasses.replace(choice.spec, loader="boxes")
     changed = dataclasses.replace(choice, kernel=capability, spec=spec)
     (part,) = bound.parts
-    part.bind_boxes(SimpleNamespace(choice=changed, schedule=bound.combination.prepared.schedule), bound.views)
+    prepared = bound.combination.prepared
+    part.bind_boxes(SimpleNamespace(choice=changed, schedule=prepared.schedule, read=prepared.read), bound.views)
     bound.point(batch.runner.q(), batch.runner.kv()[0], torch.empty_like(batch.runner.q()), None)
     read = part.boxes
     for form in (read.k, read.v):

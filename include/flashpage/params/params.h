@@ -188,6 +188,19 @@ struct GatherRowsParams {
   i32 first, count;
 };
 
+// widen_pages: pages of K and V in formats become pages of 16-bit elements, in the order of the page numbers.
+struct WidenPagesParams {
+  KvView k, v;                      // the cache, in bytes
+  KvView key_scales, value_scales;  // of formats that have scales, in bytes
+  const i32* kv_indices;            // [first + count]; entries that are no page are skipped
+  void* k_pages;                    // [first + count, page size, num_kv_heads, head_dim_qk]; from `first` on written
+  void* v_pages;                    // [first + count, page size, num_kv_heads, head_dim_vo]
+  i32* numbers;                     // [first + count]: each entry's own number
+  FastDiv page, heads;              // tokens of a page, KV heads of a token
+  i32 first, count;
+  i32 num_pages;
+};
+
 // gather_slots: entry i of request r's range of `indices` becomes the page of its token starts[r] + i * page size.
 struct GatherSlotsParams {
   const i32* table;      // [requests of the pool, table_row_stride], a slot for each token

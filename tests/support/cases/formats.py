@@ -10,6 +10,7 @@ EACH = ("nvfp4", "e4m3_token", "int8_token", "int4_token")
 PAIRS = ("nvfp4+float8_e4m3fn", "int8_token+nvfp4", "bfloat16+nvfp4", "float8_e4m3fn+int4_token")
 LONG = (300, 64, 9)
 BATCH: dict[str, Any] = {"q_lens": MIXED_Q, "kv_lens": MIXED_KV, "causal": True}
+WIDE: dict[str, Any] = {"q_lens": (150, 260), "kv_lens": (400, 700), "causal": True}
 
 
 def decode_rows() -> list[Case]:
@@ -58,6 +59,10 @@ def decode_rows() -> list[Case]:
 def prefill_rows() -> list[Case]:
     return [
         *(prefill(f"format-prefill-{name}", "many rows", kv_format=name, head_dim=128, **BATCH) for name in EACH),
+        *(prefill(f"format-wide-{name}", "pages are widened", kv_format=name, head_dim=128, **WIDE) for name in EACH),
+        prefill("format-wide-rotated", "pages are widened", kv_format="int4_token_rotated", **WIDE),
+        prefill("format-wide-lengths", "pages of no request", kv_format="nvfp4", cache="indexed", head_dim=128, **WIDE),
+        prefill("format-wide-pair", "K is copied", kv_format="bfloat16+nvfp4", page_size=5, q_dtype="bfloat16", **WIDE),
         prefill("format-prefill-pair", "K and V differ", kv_format="int8_token+nvfp4", **BATCH),
         prefill("format-prefill-rotated", "rotated keys and queries", kv_format="int4_token_rotated", **BATCH),
         prefill("format-prefill-requests", "scales of requests", kv_format="nvfp4", scales="per_request", **BATCH),

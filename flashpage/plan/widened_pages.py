@@ -1,0 +1,100 @@
+"""K and V in formats with scales: their pages are widened to 16-bit elements before a Hopper prefill reads them.
+
+attention_sm80 converts each tile that a unit reads; a prefill reads a token once for every 128 packed rows, at 0.4 of
+the speed of prefill_sm90 (docs/tried.md). So if enough rows see each token, a kernel that widens all pages once, in the
+order of the page numbers, costs less. The pages lie in the free part of the float workspace; if there is no room,
+attention_sm80 reads the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from .. import native
+from ..base.dtypes import DType
+from ..base.kv_view import View
+from ..kernels import kv_formats
+from ..kernels.options import Options
+from ..kernels.spec import KernelSpec
+
+NOTE = "K and V in a format: a kernel before this one widens their pages to 16-bit elements, which come in boxes"
+
+LEAST_ROWS = 320  # packed rows that see a token, on average: a launch and 5 KiB of memory a token and eight heads
+_ALIGNMENT = 128  # bytes: whole cache lines
+_ELEMENT_BYTES = 2
+_NUMBER_BYTES = 4
+_MOST_EIGHTS = 2**31  # of eight elements, by which the kernel counts
+
+
+def as_pages(options: Options) -> Options:
+    """The problem of the attention kernel over widened pages."""
+    return dataclasses.replace(options, kv_dtype=options.q_dtype, k_format=kv_formats.PLAIN, v_format=kv_formats.PLAIN)
+
+
+def may_widen(options: Options) -> bool:
+    """Whether the formats and the queries' type have such a kernel."""
+    return options.has_formats and options.kv_source == "paged" and options.q_dtype in (DType.BFLOAT16, DType.FLOAT16)
+
+
+def spec_of(options: Options) -> KernelSpec:
+    """The kernel that widens."""
+    return KernelSpec(
+        "widen_pages",
+        q_dtype=options.q_dtype,
+        kv_dtype=options.kv_dtype,
+        head_dim_qk=options.head_dim_qk,
+        head_dim_vo=options.head_dim_vo,
+        k_format=options.formats[0].name.removesuffix("_rotated"),
+        v_format=options.formats[1].name,
+    )
+
+
+class Pages(NamedTuple):
+    """The pages of one plan, in the order of its page numbers, of which each run writes those from `first` on."""
+
+    first: int  # among the entries of kv_indices
+    end: int
+    k: int  # address
+    v: int
+    numbers: int  # address of the page numbers that the attention kernel reads
+
+    @staticmethod
+    def below(limit: int, first: int, end: int, options: Options) -> Pages | None:
+        """The pages at the end of the memory before `limit`; `k` is where they begin. None: more than can be
+        counted."""
+        tokens = end * options.page_size * options.num_kv_heads
+        if tokens * max(options.head_dim_qk, options.head_dim_vo) // 8 >= _MOST_EIGHTS:
+            return None
+        numbers = _down(limit - end * _NUMBER_BYTES)
+        v = _down(numbers - tokens * options.head_dim_vo * _ELEMENT_BYTES)
+        return Pages(first, end, _down(v - tokens * options.head_dim_qk * _ELEMENT_BYTES), v, numbers)
+
+    def views(self, options: Options) -> dict[str, View]:
+        """K and V as paged tensors."""
+        heads, page = options.num_kv_heads, options.page_size
+        return {
+            name: View(self.end, page, heads, dim, page * heads * dim, heads * dim, dim)
+            for name, dim in (("K", options.head_dim_qk), ("V", options.head_dim_vo))
+        }
+
+    def bind(
+        self,
+        given: native.WidenPagesParams,
+        views: dict[str, View],
+        options: Options,
+        params: native.AttentionParams,
+    ) -> None:
+        """All parameters except the addresses of the cache, which has the strides of `views`, and of its scales, which
+        have those of `params`; and the page numbers of the attention kernel."""
+        given.kv_indices, given.k_pages, given.v_pages, given.numbers = params.kv_indices, self.k, self.v, self.numbers
+        given.first, given.count, given.num_pages = self.first, self.end - self.first, views["K"].num_pages
+        given.page, given.heads = native.make_fast_div(options.page_size), native.make_fast_div(options.num_kv_heads)
+        for side, view in ((given.k, views["K"]), (given.v, views["V"])):
+            side.page_stride, side.token_stride, side.head_stride = view[4:7]
+        given.key_scales, given.value_scales = params.key_scales, params.value_scales
+        params.kv_indices = self.numbers
+
+
+def _down(address: int) -> int:
+    return address // _ALIGNMENT * _ALIGNMENT

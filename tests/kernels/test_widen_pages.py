@@ -1,0 +1,102 @@
+"""The kernel that widens pages of K and V in formats, on the host, and the prefills that read its pages.
+
+Where a card would launch it before attention, these tests call it on the CPU between two runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from typing import Any
+
+import format_rows
+import pytest
+import torch
+from caches import poison
+from cases.case import Case, prefill
+from comparison import Outputs, compare
+from harness import Runner
+from inputs import make_inputs, reference_states
+from native_build import shared_library, traits_flags
+
+import flashpage
+from flashpage.plan import gather_rows, widened_pages
+
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
+BATCH: dict[str, Any] = {"q_lens": (70, 90), "kv_lens": (71, 130), "num_q_heads": 4, "num_kv_heads": 2, "causal": True}
+CASES = [
+    prefill("widen-nvfp4", "blocks of scales", kv_format="nvfp4", head_dim=128, scales="float", **BATCH),
+    prefill("widen-nvfp4-fp16", "fp16", kv_format="nvfp4", kv_layout="HND", q_dtype="float16", **BATCH),
+    prefill("widen-nvfp4-dims", "two head dims", kv_format="nvfp4", head_dim=192, head_dim_vo=128, **BATCH),
+    prefill("widen-nvfp4-fused", "one tensor", kv_format="nvfp4", cache="fused", head_dim=128, page_size=64, **BATCH),
+    prefill("widen-int8", "scales of tokens", kv_format="int8_token", page_size=5, **BATCH),
+    prefill("widen-e4m3", "scales of tokens", kv_format="e4m3_token", page_size=1, **BATCH),
+    prefill("widen-int4", "zero points", kv_format="int4_token", **BATCH),
+    prefill("widen-rotated", "rotated keys", kv_format="int4_token_rotated", **BATCH),
+    prefill("widen-pair", "K and V differ", kv_format="float8_e4m3fn+nvfp4", **BATCH),
+    prefill("widen-plain", "K is not widened", kv_format="bfloat16+nvfp4", **BATCH),
+]
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_rows, "runs_on", lambda _: True)
+    monkeypatch.setattr(widened_pages, "LEAST_ROWS", 64)
+
+
+def widen(wrapper: Any) -> None:
+    """Does the work of the launch before attention."""
+    options = wrapper.last_plan.options
+    flags = traits_flags(widened_pages.spec_of(options))
+    library = ctypes.CDLL(str(shared_library("widen_pages.cpp", first_include="hopper", flags=flags)))
+    library.widen_pages(ctypes.byref(wrapper._attention._local.bound.gather))
+
+
+def planned(case: Case, workspace_bytes: int = 16 << 20) -> tuple[Any, Runner]:
+    inputs = make_inputs(case)
+    workspace = poison(torch.empty(workspace_bytes, dtype=torch.uint8))
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace, case.kv_layout)
+    lists = (inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
+    heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    values = {"head_dim_vo": case.value_dim, "causal": True, "q_data_type": getattr(torch, case.q_dtype)}
+    wrapper.plan(*lists, *heads, **values | format_rows.plan_arguments(case))
+    return wrapper, Runner(inputs, "cpu", flashpage)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_prefills_read_what_was_widened(as_on_hopper: None, case: Case) -> None:
+    wrapper, runner = planned(case)
+    inputs = runner.inputs
+    pages = wrapper._planner.active[0].gathered
+    assert isinstance(pages, widened_pages.Pages) and widened_pages.NOTE in wrapper.last_plan.notes
+    assert "nvfp4" not in wrapper._planner.active[0].prepared.choice.spec.name
+    given = runner.kv_cache_sf() | inputs.scales
+    run = lambda: wrapper.run(runner.q(), *runner.kv(), **given, return_lse=True)
+    assert run()[0].isnan().any(), "nothing was widened yet"
+    widen(wrapper)
+    compare(dataclasses.replace(case, outputs="returned"), Outputs(*run()), reference_states(inputs))
+
+
+def test_other_batches_are_read_in_place(as_on_hopper: None) -> None:
+    """Of few rows, in fp32, and without room for wider pages."""
+    few = dataclasses.replace(CASES[0], q_lens=(5, 9))
+    wide = dataclasses.replace(CASES[0], q_dtype="float32")
+    for case, workspace_bytes in ((few, 16 << 20), (wide, 16 << 20), (CASES[0], 200_000)):
+        wrapper, runner = planned(case, workspace_bytes)
+        assert wrapper._planner.active[0].gathered is None
+        scales = runner.kv_cache_sf() | runner.inputs.scales
+        out = wrapper.run(runner.q(), *runner.kv(), **scales, return_lse=True)
+        compare(dataclasses.replace(case, outputs="returned"), Outputs(*out), reference_states(runner.inputs))
+
+
+def test_layers_whose_scales_lie_elsewhere(as_on_hopper: None) -> None:
+    """Later runs point the kernel to their own caches and scales, by the call that C serves and by the other."""
+    wrapper, runner = planned(CASES[0])
+    (cache,), scales = runner.kv(), runner.kv_cache_sf()["kv_cache_sf"]
+    for _ in range(3):
+        cache, scales = (tuple(half.clone() for half in halves) for halves in (cache, scales))
+        wrapper.run(runner.q(), cache, kv_cache_sf=scales)
+        gather = wrapper._attention._local.bound.gather
+        found = (gather.k.data, gather.v.data, gather.key_scales.data, gather.value_scales.data)
+        assert found == tuple(half.data_ptr() for half in (*cache, *scales))
