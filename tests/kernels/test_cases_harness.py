@@ -35,7 +35,8 @@ class Honest:
         for request, rows in enumerate(self.inputs.q):
             state = self.request(request, rows)
             made.out[begin : begin + len(rows)] = state.out.to(made.out.dtype)
-            made.lse[begin : begin + len(rows)] = state.lse.float()
+            lse = state.lse / LOG2_E if self.case.lse_mode == "basee" else state.lse
+            made.lse[begin : begin + len(rows)] = lse.float()
             begin += len(rows)
         return made
 

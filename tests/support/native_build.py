@@ -7,6 +7,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import threading
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Builds with _FORTIFY_SOURCE, the default of some systems, abort when longjmp changes to another fiber's stack.
 FLAGS = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
 FOLDER = "FLASHPAGE_TEST_BUILDS"  # environment variable: the folder of all builds, equal in all processes
+QUICK_CXX = shlex.quote(str(Path(__file__).with_name("quick_cxx")))  # a value of FLASHPAGE_CXX
 KEPT_SECONDS = 14 * 86400  # builds that no session has used for this long are removed
 
 

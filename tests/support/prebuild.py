@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,7 +15,7 @@ import torch
 from cases.case import Case
 from harness import Runner, contexts_of_plans
 from inputs import make_inputs
-from native_build import folder_of
+from native_build import QUICK_CXX, folder_of
 
 OFTEN = 6  # plans of the table
 
@@ -69,8 +67,7 @@ def specs_of(cases: Iterable[Case], device: str) -> Counter[Any]:
 def quick_builds() -> Iterator[None]:
     """Kernels of the CPU compile at -Og, here and in processes that start now, into a folder that only tests read. A
     given FLASHPAGE_CXX stays."""
-    script = Path(__file__).with_name("quick_cxx")
-    ours = {"FLASHPAGE_CXX": shlex.quote(str(script)), "FLASHPAGE_CACHE_DIR": str(folder_of("quick kernels"))}
+    ours = {"FLASHPAGE_CXX": QUICK_CXX, "FLASHPAGE_CACHE_DIR": str(folder_of("quick kernels"))}
     with mock.patch.dict(os.environ, {} if os.environ.get("FLASHPAGE_CXX") else ours):
         yield
 
