@@ -25,6 +25,7 @@ TITLES = {  # sections in the order of the page
     "prefill": "Prefill and append",
     "more-prefill": "Prefill and append, other shapes",
     "fp8-prefill": "Prefill with e4m3 queries, keys and values",
+    "formats": "Caches of 4 and 8 bits",
     "mla": "Latent rows (MLA)",
     "energy": "Energy of long prompts",
     "host": "Host time of plan and run",
@@ -150,7 +151,23 @@ def parallel_table(lines: list[Line]) -> str:
     return table(["case", "cards", *(f"{what} us" for what in lines[0]["us"]), "one / spread", "error"], rows)
 
 
+def formats_table(lines: list[Line]) -> str:
+    """Times by format, and their share of e4m3's."""
+    names = list(dict.fromkeys(name for line in lines for name in line["us"]))
+    rows = []
+    for line in lines:
+        us = line["us"]
+        cells = [f"{us[name]:,.1f}" if name in us else "" for name in names]
+        base = us.get("float8_e4m3fn")
+        if base is not None:
+            cells = [f"{cell} ({us[name] / base:.2f})" if cell else "" for cell, name in zip(cells, names, strict=True)]
+        rows.append([line["case"], *cells])
+    words = "Microseconds, and in brackets the share of e4m3's; `append` are rows over a cached prefix, `fill` writes."
+    return f"{words}\n\n{table(['case', *names], rows)}"
+
+
 TABLES = {  # of other sections: card_table
+    "formats": formats_table,
     "energy": energy_table,
     "host": host_table,
     "sglang": engine_table,

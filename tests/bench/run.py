@@ -36,6 +36,7 @@ BENCHMARKS = {
     "mla": Benchmark(("gpu.py", "mla"), "decode over latent rows on the GPU, against the peers", needs_gpu=True),
     "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU, against the peers", needs_gpu=True),
     "more-prefill": Benchmark(("gpu.py", "more-prefill"), "other lengths, groups, windows and dims", needs_gpu=True),
+    "formats": Benchmark(("formats.py",), "caches of 4 and 8 bits, next to bf16 and fp8", needs_gpu=True),
     "energy": Benchmark(("energy.py",), "time and joules of long prompts, against FA3", needs_gpu=True),
     "sweep": Benchmark(("sweep.py", "--seconds", "60"), "drawn cases against the best peer, a part", needs_gpu=True),
     "mixed": Benchmark(("mixed.py",), "prompts and decodes in one batch, against either alone", needs_gpu=True),

@@ -32,6 +32,7 @@ PROGRAMS = [  # program and arguments, and a line that it prints
     (("vllm_turns.py", "--small", "--device", "cpu"), "skipped: vLLM is not installed"),
     (("plan_arithmetic.py", "--rounds", "1", "--largest", "0"), "| prefill, 1,024 rows | 64 |"),
     (("small_pages.py", "--only", "4 x 4k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 4k |"),
+    (("formats.py", "--only", "8 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| prefill, 8 x 1k |"),
     (("cluster.py", "--only", "4 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 1k |"),
     (
         ("engine.py", "--small", "--device", "cpu", "--requests", "4", "--prompt", "40", "--new-tokens", "8"),
