@@ -23,6 +23,7 @@ from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
 from ..kernels.work import Problem, Work
 from . import widened_pages
+from .widened_pages import widens
 
 NOTE = "pages of one token: a kernel before this one gathers K and V into contiguous rows, which come in boxes"
 
@@ -42,28 +43,28 @@ def runs_on(device: torch.device) -> bool:
 
 def as_rows(options: Options) -> Options:
     """The problem of the attention kernel over the copy."""
-    if options.has_formats:
+    if widens(options):
         return widened_pages.as_pages(options)
     return dataclasses.replace(options, kv_source="ragged", page_size=0)
 
 
 def note_of(options: Options) -> str:
-    return widened_pages.NOTE if options.has_formats else NOTE
+    return widened_pages.NOTE if widens(options) else NOTE
 
 
 def spec_of(options: Options) -> KernelSpec:
     """The kernel that copies."""
-    return widened_pages.spec_of(options) if options.has_formats else KernelSpec("gather_rows")
+    return widened_pages.spec_of(options) if widens(options) else KernelSpec("gather_rows")
 
 
 def params_of(options: Options) -> native.GatherRowsParams | native.WidenPagesParams:
     """Its parameters."""
-    return native.WidenPagesParams() if options.has_formats else native.GatherRowsParams()
+    return native.WidenPagesParams() if widens(options) else native.GatherRowsParams()
 
 
 def copy_below(limit: int, first: int, end: int, options: Options) -> Rows | widened_pages.Pages | None:
     """The copy at the end of the memory before `limit`."""
-    return (widened_pages.Pages if options.has_formats else Rows).below(limit, first, end, options)
+    return (widened_pages.Pages if widens(options) else Rows).below(limit, first, end, options)
 
 
 class GatherPolicy:
@@ -77,7 +78,7 @@ class GatherPolicy:
         self._most_tokens = options.most_visible
         # The copy costs memory bandwidth and saves time of wgmmas.
         rows_of_h200 = card.flops_per_byte / options.group_size
-        least = widened_pages.LEAST_ROWS if options.has_formats else LEAST_ROWS
+        least = widened_pages.least_rows(options) if widens(options) else LEAST_ROWS
         self._least_rows = least * rows_of_h200
         self._least_with_starts = LEAST_ROWS_AND_STARTS * rows_of_h200
         self._unit_tokens = UNIT_TOKENS * card.flops_per_byte
@@ -112,9 +113,9 @@ def _may_be(options: Options) -> bool:
     is_plain = options.position_encoding != "ROPE_LLAMA" and options.variant is None and not options.has_mask
     is_free = not (options.uniform_q_len or options.is_batch_invariant)
     of_tokens = options.kv_source == "paged" and options.page_size == 1 and options.kv_dtype.size == _ELEMENT_BYTES
-    if not (is_plain and is_free and (of_tokens or widened_pages.may_widen(options))):
+    if not (is_plain and is_free and (of_tokens or widens(options))):
         return False
-    read = as_rows(options) if options.has_formats else options
+    read = as_rows(options) if widens(options) else options
     work = Work(Problem(read, LEAST_ROWS), H200)  # only the card's capability matters here
     return any(kernel.gathers_rows and not kernel.refusals(work) for kernel in ATTENTION)
 

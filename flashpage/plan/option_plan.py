@@ -30,6 +30,7 @@ from .lengths import Given
 from .mask_tiles import MaskTiles
 from .mixed_batch import MixedBatchPlan, Part, may_have_parts, most_few_rows
 from .prepared_kernels import PreparedKernels, trace
+from .widened_pages import widens
 from .workspaces import Workspaces, partial_bytes
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ class OptionPlan:
         """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None also if some
         of the page numbers are not in use: lengths are given in addition to them, or what rows may see."""
         struct, options = batch.struct, self.options
-        is_known = struct.kv_lens.data is None or options.has_formats  # which skips what is no page
+        is_known = struct.kv_lens.data is None or widens(options)  # which skips what is no page
         is_known = is_known and not batch.is_graph and batch.row_runs is None and gather_rows.runs_on(batch.device)
         tokens = batch.entries * max(1, options.page_size)
         if not is_known or not self._worth_gathering.is_for(struct.requests, struct.rows, tokens):

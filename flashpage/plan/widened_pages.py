@@ -1,9 +1,9 @@
-"""K and V in formats with scales: their pages are widened to 16-bit elements before a Hopper prefill reads them.
+"""K and V in fp8 or in formats with scales: their pages are widened to 16-bit elements before a Hopper prefill.
 
-attention_sm80 converts each tile that a unit reads; a prefill reads a token once for every 128 packed rows, at 0.4 of
-the speed of prefill_sm90 (docs/tried.md). So if enough rows see each token, a kernel that widens all pages once, in the
-order of the page numbers, costs less. The pages lie in the free part of the float workspace; if there is no room,
-attention_sm80 reads the cache.
+attention_sm80 (formats) and the converting loader of prefill_sm90 (fp8) convert each tile that a unit reads, and a
+prefill reads a token once for every 128 packed rows: at 0.4 and 0.7 of the speed over 16-bit pages (docs/tried.md). So
+if enough rows see each token, a kernel that widens all pages once, in the order of the page numbers, costs less. The
+pages lie in the free part of the float workspace; if there is no room, the cache is read in place.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ..kernels import kv_formats
 from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
 
-NOTE = "K and V in a format: a kernel before this one widens their pages to 16-bit elements, which come in boxes"
+NOTE = "K and V of few bits: a kernel before this one widens their pages to 16-bit elements, which come in boxes"
 
-LEAST_ROWS = 320  # packed rows that see a token, on average: a launch and 5 KiB of memory a token and eight heads
+# The copy costs a launch and 5 KiB of memory traffic a token and eight heads (docs/tried.md).
+LEAST_ROWS, LEAST_ROWS_OF_FP8 = 320, 1024
 _ALIGNMENT = 128  # bytes: whole cache lines
 _ELEMENT_BYTES = 2
 _NUMBER_BYTES = 4
@@ -32,9 +33,15 @@ def as_pages(options: Options) -> Options:
     return dataclasses.replace(options, kv_dtype=options.q_dtype, k_format=kv_formats.PLAIN, v_format=kv_formats.PLAIN)
 
 
-def may_widen(options: Options) -> bool:
-    """Whether the formats and the queries' type have such a kernel."""
-    return options.has_formats and options.kv_source == "paged" and options.q_dtype in (DType.BFLOAT16, DType.FLOAT16)
+def widens(options: Options) -> bool:
+    """Whether copies of K and V for a prefill are wider pages."""
+    is_narrow = options.has_formats or options.kv_dtype.is_fp8
+    return is_narrow and options.kv_source == "paged" and options.q_dtype in (DType.BFLOAT16, DType.FLOAT16)
+
+
+def least_rows(options: Options) -> int:
+    """Packed rows that see a token, on average, from which on a batch is worth the copy."""
+    return LEAST_ROWS if options.has_formats else LEAST_ROWS_OF_FP8
 
 
 def spec_of(options: Options) -> KernelSpec:
@@ -45,8 +52,8 @@ def spec_of(options: Options) -> KernelSpec:
         kv_dtype=options.kv_dtype,
         head_dim_qk=options.head_dim_qk,
         head_dim_vo=options.head_dim_vo,
-        k_format=options.formats[0].name.removesuffix("_rotated"),
-        v_format=options.formats[1].name,
+        k_format=options.k_format.removesuffix("_rotated"),
+        v_format=options.v_format,
     )
 
 

@@ -35,6 +35,8 @@ CASES = [
     prefill("widen-int4", "zero points", kv_format="int4_token", **BATCH),
     prefill("widen-rotated", "rotated keys", kv_format="int4_token_rotated", **BATCH),
     prefill("widen-pair", "K and V differ", kv_format="float8_e4m3fn+nvfp4", **BATCH),
+    prefill("widen-fp8", "no scales", kv_dtype="float8_e4m3fn", scales="float", head_dim=128, **BATCH),
+    prefill("widen-e5m2", "no scales", kv_dtype="float8_e5m2", q_dtype="float16", kv_layout="HND", **BATCH),
     prefill("widen-plain", "K is not widened", kv_format="bfloat16+nvfp4", **BATCH),
 ]
 
@@ -43,6 +45,7 @@ CASES = [
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather_rows, "runs_on", lambda _: True)
     monkeypatch.setattr(widened_pages, "LEAST_ROWS", 64)
+    monkeypatch.setattr(widened_pages, "LEAST_ROWS_OF_FP8", 64)
 
 
 def widen(wrapper: Any) -> None:
@@ -60,7 +63,8 @@ def planned(case: Case, workspace_bytes: int = 16 << 20) -> tuple[Any, Runner]:
     lists = (inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
     values = {"head_dim_vo": case.value_dim, "causal": True, "q_data_type": getattr(torch, case.q_dtype)}
-    wrapper.plan(*lists, *heads, **values | format_rows.plan_arguments(case))
+    stored = format_rows.plan_arguments(case) if case.kv_format else {"kv_data_type": getattr(torch, case.kv_type)}
+    wrapper.plan(*lists, *heads, **values | stored)
     return wrapper, Runner(inputs, "cpu", flashpage)
 
 
@@ -70,7 +74,8 @@ def test_prefills_read_what_was_widened(as_on_hopper: None, case: Case) -> None:
     inputs = runner.inputs
     pages = wrapper._planner.active[0].gathered
     assert isinstance(pages, widened_pages.Pages) and widened_pages.NOTE in wrapper.last_plan.notes
-    assert "nvfp4" not in wrapper._planner.active[0].prepared.choice.spec.name
+    spec = wrapper._planner.active[0].prepared.choice.spec
+    assert spec.kv_dtype is spec.q_dtype and not spec.has_formats
     given = runner.kv_cache_sf() | inputs.scales
     run = lambda: wrapper.run(runner.q(), *runner.kv(), **given, return_lse=True)
     assert run()[0].isnan().any(), "nothing was widened yet"

@@ -44,6 +44,8 @@ OPTIONS = Options(
     out_dtype=DType.BFLOAT16,
     causal=True,
 )
+FP8 = dataclasses.replace(OPTIONS, page_size=16, kv_dtype=DType.FLOAT8_E4M3)
+NVFP4 = dataclasses.replace(OPTIONS, page_size=16, kv_dtype=DType.BYTES, k_format="nvfp4", v_format="nvfp4")
 FULL = dataclasses.replace(OPTIONS, causal=False)
 ROWS_OF_TOKEN = 64  # replaces the real limit, so that small batches gather
 
@@ -86,6 +88,10 @@ def test_rows_that_see_a_token(rows: int, tokens: int, causal: bool, window_left
         (dataclasses.replace(OPTIONS, window_left=2048), 4, 4096, 4096, True),
         (OPTIONS, 0, 0, 0, False),
         (OPTIONS, 4, 4096, 0, False),
+        (FP8, 4, 512, 16384, True),
+        (FP8, 4, 128, 16384, False),
+        (NVFP4, 4, 128, 16384, True),
+        (NVFP4, 16, 32, 8192, False),
     ],
     ids=str,
 )
@@ -100,7 +106,8 @@ def test_a_batch_is_worth_it(options: Options, batch: int, q_len: int, kv_len: i
     [
         {"kv_source": "ragged", "page_size": 0},
         {"page_size": 2},
-        {"kv_dtype": DType.FLOAT8_E4M3},
+        {"kv_dtype": DType.FLOAT8_E4M3, "q_dtype": DType.FLOAT8_E4M3},
+        {"kv_dtype": DType.FLOAT8_E4M3, "kv_source": "ragged", "page_size": 0},
         {"q_dtype": DType.FLOAT32, "kv_dtype": DType.FLOAT32, "out_dtype": DType.FLOAT32},
         {"head_dim_qk": 512, "head_dim_vo": 512},
         {"head_dim_qk": 100},

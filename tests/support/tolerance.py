@@ -68,7 +68,7 @@ def has_fp8_products(case: Case, card: Device) -> bool:
 
 def approximates_tanh(case: Case, card: Device) -> bool:
     """Whether prefill_sm90 computes a soft cap with tanh.approx: its weights are not fp16."""
-    is_bf16 = case.q_dtype == case.kv_type == "bfloat16"
+    is_bf16 = case.q_dtype == "bfloat16" and case.kv_type != "float32"  # narrower K and V may be widened before
     takes_it = bool(case.soft_cap) and card.has_wgmma and _is_prefill(case)
     return takes_it and (is_bf16 or has_fp8_products(case, card))
 

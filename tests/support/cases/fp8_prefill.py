@@ -58,6 +58,10 @@ def options() -> list[Case]:
         prefill(
             "fp8-prefill-window", "tokens left of it are not read", window_left=50, hidden_nan=True, **BATCH, **E4M3
         ),
+        *(
+            prefill(f"fp8-wide-{dtype[7:]}", "pages are widened", (300,), (700,), head_dim=128, kv_dtype=dtype, **ONE)
+            for dtype in ("float8_e4m3fn", "float8_e5m2")
+        ),
         prefill("fp8-prefill-cap", "scores go through the soft cap", soft_cap=5.0, scales="float", **BATCH, **E4M3),
         prefill("fp8-prefill-negative", "scores are scaled before the softmax", scales="negative", **BATCH, **E4M3),
         prefill("fp8-prefill-sinks", "the denominator", sinks=True, **BATCH, **E4M3),
