@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases.case import Case
-from native_build import QUICK_CXX, share_builds
+from native_build import quick_builds, share_builds
 
 LOGGERS = (logging.root, logging.getLogger("flashpage"))
 MARKERS = {
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_builds()
     if not (config.getoption("rare") or os.environ.get("FLASHPAGE_CXX") or torch.cuda.is_available()):
-        os.environ["FLASHPAGE_CXX"] = QUICK_CXX  # half of the suite's compilers' time; CI's kernels are users'
+        os.environ.update(quick_builds())  # half of the suite's compilers' time; CI's kernels are users'
     # Hundreds of processes import the same sources, and tests' files take half of their import to be parsed.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False

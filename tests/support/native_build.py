@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from flashpage import kernels, native
-from flashpage.base import env
+from flashpage.base import env, paths
+from flashpage.jit.compilers import fixed_flags
+from flashpage.jit.targets import host_target
 from flashpage.kernels.spec import KernelSpec, VariantSpec
 from flashpage.variants.source import render
 
@@ -39,6 +41,22 @@ def share_builds() -> None:
     for build in folder.iterdir():
         if build.stat().st_mtime < time.time() - KEPT_SECONDS:
             shutil.rmtree(build, ignore_errors=True)
+
+
+def quick_builds() -> dict[str, str]:
+    """Environment variables with which kernels of the CPU compile at -Og, their headers precompiled for this machine's
+    level, into a folder that only tests read."""
+    flags = [flag for flag in fixed_flags(host_target())["g++"] if flag != "-shared" and not flag.startswith("-static")]
+    command = ["g++", *("-Og" if flag == "-O3" else flag for flag in flags), f"-I{paths.include_dir()}"]
+    text = "".join(f'#include "flashpage/{name}.h"\n' for name in ("cpu/attention", "params/variant"))
+    prelude = _written(folder_of(text, *command) / "prelude.h", text)
+    _built("prelude.h.gch", [*command, "-x", "c++-header", str(prelude)], prelude.parent)
+    return {
+        "FLASHPAGE_CXX": QUICK_CXX,
+        "FLASHPAGE_CACHE_DIR": str(Path(os.environ[FOLDER]) / "quick-kernels"),
+        "FLASHPAGE_TEST_PRELUDE": str(prelude),
+        "FLASHPAGE_TEST_HEADERS": str(paths.include_dir()),
+    }
 
 
 @functools.cache

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import native_build
 import torch
 from cases.case import Case
 from harness import Runner, contexts_of_plans
 from inputs import make_inputs
-from native_build import QUICK_CXX, folder_of
 
 OFTEN = 6  # plans of the table
 
@@ -65,10 +65,8 @@ def specs_of(cases: Iterable[Case], device: str) -> Counter[Any]:
 
 @contextlib.contextmanager
 def quick_builds() -> Iterator[None]:
-    """Kernels of the CPU compile at -Og, here and in processes that start now, into a folder that only tests read. A
-    given FLASHPAGE_CXX stays."""
-    ours = {"FLASHPAGE_CXX": QUICK_CXX, "FLASHPAGE_CACHE_DIR": str(folder_of("quick kernels"))}
-    with mock.patch.dict(os.environ, {} if os.environ.get("FLASHPAGE_CXX") else ours):
+    """Kernels of the CPU compile at -Og, here and in processes that start now. A given FLASHPAGE_CXX stays."""
+    with mock.patch.dict(os.environ, {} if os.environ.get("FLASHPAGE_CXX") else native_build.quick_builds()):
         yield
 
 

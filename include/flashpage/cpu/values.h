@@ -25,12 +25,12 @@ void pack_tile_values(Work<Traits>& work) {
     }
     pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(rows, work.tile.count, work.panels,
                                                                   Ahead<typename W::Operand, 1>{rows, 0});
-    return;
+  } else {
+    if constexpr (has_custom_mask<Traits>) drop_unseen_values(work);
+    const Ahead<typename Traits::StoredCache, Traits::head_dim_qk> next_keys = {work.next.keys, work.next.count};
+    pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(work.tile.values, work.tile.count, work.panels,
+                                                                  next_keys);
   }
-  if constexpr (has_custom_mask<Traits>) drop_unseen_values(work);
-  const Ahead<typename Traits::StoredCache, Traits::head_dim_qk> next_keys = {work.next.keys, work.next.count};
-  pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(work.tile.values, work.tile.count, work.panels,
-                                                                next_keys);
 }
 
 // Rescales the strip's rows of work.out to the new maximum and adds this tile's products.
