@@ -206,7 +206,7 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
 
     def bind(**changed: Any) -> None:
         changes = dataclasses.replace(choice, **changed)
-        part.bind_boxes(SimpleNamespace(choice=changes, schedule=prepared.schedule), structs.views)
+        part.bind_boxes(SimpleNamespace(choice=changes, schedule=prepared.schedule, read=prepared.read), structs.views)
 
     bind()
     read = part.boxes
