@@ -62,7 +62,7 @@ def params_of(options: Options) -> native.GatherRowsParams | native.WidenPagesPa
     return native.WidenPagesParams() if widens(options) else native.GatherRowsParams()
 
 
-def copy_below(limit: int, first: int, end: int, options: Options) -> Rows | widened_pages.Pages | None:
+def _copy_below(limit: int, first: int, end: int, options: Options) -> Rows | widened_pages.Pages | None:
     """The copy at the end of the memory before `limit`."""
     return (widened_pages.Pages if widens(options) else Rows).below(limit, first, end, options)
 
@@ -70,9 +70,10 @@ def copy_below(limit: int, first: int, end: int, options: Options) -> Rows | wid
 class GatherPolicy:
     """Whether a batch is worth the copy. Made once for options, evaluated at every plan."""
 
-    __slots__ = ("_hidden", "_least_rows", "_least_with_starts", "_most_tokens", "_unit_tokens", "may_be")
+    __slots__ = ("_hidden", "_least_rows", "_least_with_starts", "_most_tokens", "_options", "_unit_tokens", "may_be")
 
     def __init__(self, options: Options, card: Device) -> None:
+        self._options = options
         self.may_be = _may_be(options)  # whether any batch is worth it
         self._hidden = 0.5 if options.causal else 0.0
         self._most_tokens = options.most_visible
@@ -99,6 +100,18 @@ class GatherPolicy:
             total_tokens >= MANY_TOKENS
             and rows + self._unit_tokens * total_rows / total_tokens >= self._least_with_starts
         )
+
+    def copy_for(self, batch: native.BatchStruct, entries: int, partials: tuple[int, int]) -> Copy | None:
+        """Where a batch's copy goes, if it is worth one and has room between the addresses of partial results. None
+        also if lengths are given, so that some page numbers may not be in use, unless the copy skips numbers of no
+        page."""
+        options = self._options
+        tokens = entries * max(1, options.page_size)
+        are_used = batch.kv_lens.data is None or widens(options)
+        if not (are_used and self.is_for(batch.requests, batch.rows, tokens)):
+            return None
+        copy = _copy_below(partials[1], batch.kv_begin, batch.kv_end, options)
+        return copy if copy is not None and copy.k >= partials[0] else None
 
     def rows_of_token(self, batch: int, total_rows: int, total_tokens: int) -> float:
         """Rows of q that see a token, on average, as if all requests were equal."""

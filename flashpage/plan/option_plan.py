@@ -30,7 +30,6 @@ from .lengths import Given
 from .mask_tiles import MaskTiles
 from .mixed_batch import MixedBatchPlan, Part, may_have_parts, most_few_rows
 from .prepared_kernels import PreparedKernels, trace
-from .widened_pages import widens
 from .workspaces import Workspaces, partial_bytes
 
 if TYPE_CHECKING:
@@ -232,17 +231,11 @@ class OptionPlan:
             self.choose_again()
 
     def _rows_to_gather(self, batch: Batch) -> gather_rows.Copy | None:
-        """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None also if some
-        of the page numbers are not in use: lengths are given in addition to them, or what rows may see."""
-        struct, options = batch.struct, self.options
-        is_known = struct.kv_lens.data is None or widens(options)  # which skips what is no page
-        is_known = is_known and not batch.is_graph and batch.row_runs is None and gather_rows.runs_on(batch.device)
-        tokens = batch.entries * max(1, options.page_size)
-        if not is_known or not self._worth_gathering.is_for(struct.requests, struct.rows, tokens):
+        """Memory for a copy of K and V, if the batch is worth it; rows may also see a part of their pages alone."""
+        if batch.is_graph or batch.row_runs is not None or not gather_rows.runs_on(batch.device):
             return None
-        partial_out, partial_lse = batch.workspaces.partials(options.head_dim_vo)
-        rows = gather_rows.copy_below(partial_lse, struct.kv_begin, struct.kv_end, options)
-        return rows if rows is not None and rows.k >= partial_out else None
+        partials = batch.workspaces.partials(self.options.head_dim_vo)
+        return self._worth_gathering.copy_for(batch.struct, batch.entries, partials)
 
     def _make_int_room(self, batch: Batch, needed: int) -> bool:
         """Gives the slot more memory for a plan of that many bytes, unless a graph may read it; returns whether it
