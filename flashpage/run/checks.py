@@ -9,6 +9,7 @@ import torch
 from ..base import checks, kv_view, tensor_memory
 from ..base.errors import RunError
 from ..base.kv_view import Cache
+from ..base.memory import is_capturing
 from ..kernels.options import Options
 
 
@@ -283,6 +284,15 @@ def check_output(
         )
     if name == "lse" and not found.is_contiguous():
         raise RunError(f"lse has strides {tuple(found.stride())}: pass a contiguous tensor.")
+
+
+def has_pages(batch_indices: torch.Tensor, kv_indices: torch.Tensor) -> bool:
+    """Whether there are page numbers; without any, tokens are refused, unless they are padding or a graph captures."""
+    if kv_indices.numel():
+        return True
+    if not is_capturing(kv_indices.device) and bool((batch_indices >= 0).any()):
+        raise RunError("kv_indices is empty but there are tokens to write: pass the page numbers of each request.")
+    return False
 
 
 def check_places(

@@ -13,7 +13,7 @@ from ..base.dtypes import DType
 from ..base.errors import RunError
 from ..kernels import latent_formats
 from ..kernels.spec import KernelSpec
-from ..run.checks import check_places
+from ..run.checks import check_places, has_pages
 from . import operators
 
 _LARGEST = 448.0  # of e4m3
@@ -64,6 +64,8 @@ class LatentWrite(NamedTuple):
             return
         if device.type == "cpu":
             self._write_here(places, scales, k)
+            return
+        if not has_pages(places.batch_indices, places.kv_indices):
             return
         kv_view.check_alignment((k.page_stride, k.token_stride), 1, 4 if len(self.caches) == 1 else 1, "ckv_cache")
         spec = KernelSpec(

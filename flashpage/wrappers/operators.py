@@ -22,14 +22,13 @@ from .. import jit, native
 from ..base import checks, kv_view, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, RunError
-from ..base.memory import is_capturing
 from ..base.tensor_memory import waited
 from ..kernels import helpers
 from ..kernels.options import Options, RunOptions
 from ..kernels.spec import KernelSpec
 from ..native import fastcall
 from ..plan.session import current_stream
-from ..run.checks import Tensors, cache_of, check_places, scales_of
+from ..run.checks import Tensors, cache_of, check_places, has_pages, scales_of
 
 _ROWS_PER_CTA = 8  # merge_states and append: one row for each warp
 _CONTIGUOUS = torch.contiguous_format
@@ -317,9 +316,7 @@ def _append_paged_kv_cache(
     k, v = kv_view.paged_views((cache[0], cache[1]) if len(cache) == 2 else cache[0], kv_layout)
     if append_key.is_cpu:
         check_places(batch_indices, positions, kv_indices, kv_indptr, k)
-    elif not kv_indices.numel():  # no page to write to: right for padding alone
-        if not is_capturing(append_key.device) and bool((batch_indices >= 0).any()):
-            raise RunError("kv_indices is empty but there are tokens to write: pass the page numbers of each request.")
+    elif not has_pages(batch_indices, kv_indices):
         return
     size = append_key.element_size()
     addresses = [tensor.data_ptr() for tensor in cache]

@@ -15,7 +15,7 @@ from ..base.memory import is_capturing
 from ..kernels import kv_formats
 from ..kernels.kv_formats import KvFormat
 from ..kernels.spec import KernelSpec
-from ..run.checks import check_places
+from ..run.checks import check_places, has_pages
 from . import operators
 
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
@@ -165,8 +165,7 @@ class QuantisedWrite:
                 setattr(params, field, native.KvView(tensor.data_ptr(), *view[4:7]))
         params.key_divisor, params.k_scale = self._scale(k_scale, "k_scale")
         params.value_divisor, params.v_scale = self._scale(v_scale, "v_scale")
-        if params.nnz and params.num_kv_heads:
-            self._check_places(places)
+        if params.nnz and params.num_kv_heads and self._have_pages(places):
             self._launch(params)
         torch.autograd.graph.increment_version([part for part in self._parts if part is not None])
 
@@ -198,13 +197,17 @@ class QuantisedWrite:
             )
         return checks.real(name, value, positive=True, error=RunError)
 
-    def _check_places(self, places: Places) -> None:
-        if self.device.type != "cpu" or places.batch_indices is None:
-            return
+    def _have_pages(self, places: Places) -> bool:
+        """Whether tokens have pages at all; on the CPU each must have a right one."""
+        if places.batch_indices is None:
+            return True
         assert places.kv_indices is not None and places.kv_indptr is not None
+        if self.device.type != "cpu":
+            return has_pages(places.batch_indices, places.kv_indices)
         given = (places.batch_indices >= 0).nonzero().squeeze(1)
         positions = places.positions[given]
         check_places(places.batch_indices[given], positions, places.kv_indices, places.kv_indptr, self.views[0])
+        return True
 
     def _launch(self, params: native.AppendQuantisedParams) -> None:
         key, value = self._rows
