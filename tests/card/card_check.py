@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from profiles import PROFILES  # noqa: E402
 
 SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
+ALONE = ("test_card_errors",)  # measure milliseconds of a new process, next to no other one
 NO_TESTS = 5  # pytest's status for a file without a marked test
 
 
@@ -125,9 +126,10 @@ def main() -> int:
     kernels = Check("kernels", (sys.executable, "tests/support/harness.py", "--device", "cuda", "--only-prebuild"))
     if run_all([kernels], cards, 1, logs, arguments.limit):
         return 1
-    return run_all(
-        checks(not arguments.no_sanitizers, arguments.profiles), cards, arguments.jobs, logs, arguments.limit
-    )
+    wanted = checks(not arguments.no_sanitizers, arguments.profiles)
+    alone = [check for check in wanted if check.name in ALONE]
+    status = run_all([check for check in wanted if check not in alone], cards, arguments.jobs, logs, arguments.limit)
+    return run_all(alone, cards, 1, logs, arguments.limit) or status
 
 
 if __name__ == "__main__":
