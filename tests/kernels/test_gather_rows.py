@@ -57,7 +57,8 @@ def test_rows_are_those_of_the_pages(form: str, layout: str, heads: int, dims: t
     params = native.GatherRowsParams()
     given = cache.argument("cpu")
     views = kv_view.paged_views(given, layout)
-    rows.bind(params, dict(zip("KV", views, strict=True)), options, indices.data_ptr())
+    attention = native.AttentionParams(kv_indices=indices.data_ptr())
+    rows.bind(params, dict(zip("KV", views, strict=True)), options, attention)
     tensors = given if isinstance(given, tuple) else (given, given)
     params.k.data = tensors[0].data_ptr()
     params.v.data = tensors[1].data_ptr() + 2 * views[1].offset
