@@ -19,9 +19,11 @@ struct WideWarps {
   static constexpr int loading_registers = 40, computing_registers = 232;
   // Warpgroups share the registers of the launch, a multiple of 8 a thread; one that takes more than are left waits
   // for ever.
-  static_assert(loading * loading_registers + computing * computing_registers <=
-                (loading + computing) * (65536 / threads / 8 * 8));
+  static constexpr bool fit(int of_loading, int of_computing) {
+    return loading * of_loading + computing * of_computing <= (loading + computing) * (65536 / threads / 8 * 8);
+  }
 };
+static_assert(WideWarps::fit(WideWarps::loading_registers, WideWarps::computing_registers));
 
 // A unit that the plan's warp passes to all others.
 struct WidePlace {

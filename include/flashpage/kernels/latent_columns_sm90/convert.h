@@ -26,7 +26,7 @@ struct ColumnsConvert {
   static constexpr int columns = is_tail ? Tile::tail_columns : Tile::part_panels * Tile::panel_columns;
   // Pieces of 16 bytes: of a row, of a lane in all rows, and those that a lane holds.
   static constexpr int row_pieces = columns * static_cast<int>(sizeof(Stored)) / 16, pieces = tokens * row_pieces / 32;
-  static constexpr int held = min_of(pieces, 2), rows_a_pass = 32 / row_pieces;
+  static constexpr int held = min_of(pieces, Shared::takes_turns ? 2 : 1), rows_a_pass = 32 / row_pieces;
   static_assert(Format::quantised == Traits::head_dim_vo && columns <= Format::scale_columns);
   static_assert(is_same<typename Format::Scale, float>, "a part has one scale, of fp32");
 
@@ -71,8 +71,8 @@ struct ColumnsConvert {
       const float scale = __shfl_sync(0xffffffff, mine[i * rows_a_pass / 32].scale, i * rows_a_pass % 32 + lane_row);
       write_piece(words[i % held], to, i, scale, is_turned(in_row));
       if (i + held < pieces) load_piece(words[i % held], from, mine, i + held, lane_row);
-      if (i + 1 == pieces / 2) prefetch(block + 1);  // page numbers have arrived
     }
+    prefetch(block + 1);  // page numbers have arrived; within the loop this takes registers
     ptx::fence_before_products();
     __syncwarp();
     u32 present[groups];

@@ -28,9 +28,9 @@ struct ColumnsShared {
   static constexpr int copied = by_boxes || converts ? 1 : 32, noted = by_boxes || converts || !is_selected ? 0 : 1;
   // Warps that load row by row need more registers. Warpgroups that take turns have no scores in flight, and leave
   // more.
-  static constexpr int loading_registers_by_row = takes_turns ? 72 : converts ? 64 : 56;
-  static constexpr int loading_registers = by_boxes ? WideWarps::loading_registers : loading_registers_by_row;
+  static constexpr int loading_registers = by_boxes ? WideWarps::loading_registers : takes_turns ? 72 : 56;
   static constexpr int computing_registers = by_boxes ? WideWarps::computing_registers : takes_turns ? 216 : 224;
+  static_assert(WideWarps::fit(loading_registers, computing_registers));
   static_assert(!takes_turns || slots_ahead % 2 == 0);
   static_assert(Traits::tile_kv == tokens && Traits::ctas == 2 && unit_rows % group_rows == 0 && row_tiles <= 2);
 
