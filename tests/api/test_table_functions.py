@@ -274,6 +274,7 @@ def test_captured_calls_plan_again() -> None:
         return [batch.decode(batch.halves, window_left=window) for window in windows]
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the cache was written there
     with torch.cuda.stream(stream):
         layers()
     stream.synchronize()

@@ -357,6 +357,7 @@ def test_a_replay_plans_for_the_lengths_of_its_time(mode: ForwardMode, form: For
         return scene.run(backend, batch)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # the lengths were written there
     with torch.cuda.stream(side):
         step()
     torch.cuda.synchronize()
