@@ -291,8 +291,7 @@ def test_replays_serve_later_steps(lens: Any) -> None:
     planner, common, tensors = scene.planner(**sizes), scene.common(), scene.tensors()
     lens_then = common.seq_lens.clone()
     common.seq_lens.copy_(common.query_start_loc.diff())  # as short as can be
-    step, layer = planner.plan(common), planner.plans.layers[0]
-    side = torch.cuda.Stream()
+    side, step, layer = torch.cuda.Stream(), planner.plan(common), planner.plans.layers[0]
     side.wait_stream(torch.cuda.current_stream())  # the plan was made there
     with torch.cuda.stream(side):
         run(step, layer, tensors)
