@@ -1,6 +1,6 @@
-// widen_pages: copies pages of K and V in formats with scales (formats/format.h) to consecutive pages of 16-bit elements,
-// for an attention kernel that loads boxes, and numbers these pages. A thread widens eight neighbouring columns of a few
-// rows, whose loads are in flight together.
+// widen_pages: copies pages of K and V in fp8 or in formats with scales (formats/format.h) to consecutive pages of 16-bit
+// elements, for an attention kernel that loads boxes, and numbers these pages. A thread widens eight neighbouring columns
+// of a few rows, whose loads are in flight together.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -47,7 +47,7 @@ struct WidenPages {
         p.heads.divmod(i / eights, token_of_all, head);
         p.page.divmod(token_of_all, entry, token);
         const i32 page = is_wanted ? __ldg(p.kv_indices + p.first + entry) : -1;
-        exists = static_cast<u32>(page) < static_cast<u32>(p.num_pages);  // entries that no request uses may be anything
+        exists = static_cast<u32>(page) < static_cast<u32>(p.num_pages);  // not so for entries that no request uses
         to = static_cast<i64>(p.first) * p.page.divisor * p.heads.divisor * eights + i;
         const auto row_of = [&](const KvView& given) {
           return static_cast<const u8*>(given.data) + page * given.page_stride + token * given.token_stride +
