@@ -1,6 +1,6 @@
-// widen_pages: copies pages of K and V in fp8 or in formats with scales (formats/format.h) to consecutive pages of 16-bit
-// elements, for an attention kernel that loads boxes, and numbers these pages. A thread widens eight neighbouring columns
-// of a few rows, whose loads are in flight together.
+// widen_pages: copies pages of K and V in fp8 or in formats with scales (formats/format.h) to consecutive pages of
+// 16-bit elements, for an attention kernel that loads boxes, and numbers these pages. A thread widens eight
+// neighbouring columns of a few rows, whose loads are in flight together.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"
