@@ -79,9 +79,11 @@ class GatherPolicy:
         self._most_tokens = options.most_visible
         # The copy costs memory bandwidth and saves time of wgmmas.
         rows_of_h200 = card.flops_per_byte / options.group_size
-        least = widened_pages.least_rows(options) if widens(options) else LEAST_ROWS
+        least, with_starts = LEAST_ROWS, float(LEAST_ROWS_AND_STARTS)
+        if widens(options):  # a unit's start costs no more without the copy
+            least, with_starts = widened_pages.least_rows(options), math.inf
         self._least_rows = least * rows_of_h200
-        self._least_with_starts = LEAST_ROWS_AND_STARTS * rows_of_h200
+        self._least_with_starts = with_starts * rows_of_h200
         self._unit_tokens = UNIT_TOKENS * card.flops_per_byte
 
     def least(self) -> tuple[float, float]:

@@ -90,6 +90,7 @@ def test_rows_that_see_a_token(rows: int, tokens: int, causal: bool, window_left
         (OPTIONS, 4, 4096, 0, False),
         (FP8, 4, 512, 16384, True),
         (FP8, 4, 128, 16384, False),
+        (FP8, 128, 70, 70, False),  # the rule for units' starts is for single rows alone
         (NVFP4, 4, 128, 16384, True),
         (NVFP4, 16, 32, 8192, False),
     ],

@@ -188,7 +188,7 @@ struct GatherRowsParams {
   i32 first, count;
 };
 
-// widen_pages: pages of K and V in formats become pages of 16-bit elements, in the order of the page numbers.
+// widen_pages: pages of K and V in fp8 or in formats become pages of 16-bit elements, in the order of the page numbers.
 struct WidenPagesParams {
   KvView k, v;                      // the cache, in bytes
   KvView key_scales, value_scales;  // of formats that have scales, in bytes
