@@ -128,6 +128,7 @@ def _latent_view(tensor: torch.Tensor, name: str) -> View:
     if tensor.shape[2]:
         checks.dense_last(tensor, name, RunError)
     pages, page, columns = tensor.shape
+    _check_page_size(tensor, page, name)
     return View(pages, page, 1, columns, _stride(tensor, 0), _stride(tensor, 1), 0)
 
 
@@ -142,8 +143,14 @@ def _paged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
         return View(slots, 1, heads, dim, _stride(tensor, 0), 0, _stride(tensor, 1))
     token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
     shape = tensor.shape
+    _check_page_size(tensor, shape[token], name)
     strides = (_stride(tensor, 0), _stride(tensor, token), _stride(tensor, head))
     return View(shape[0], shape[token], shape[head], shape[3], *strides)
+
+
+def _check_page_size(tensor: torch.Tensor, page_size: int, name: str) -> None:
+    if page_size == 0:
+        raise RunError(f"{name} has shape {tuple(tensor.shape)}, whose pages have no tokens: pass at least one.")
 
 
 def ragged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:

@@ -385,11 +385,16 @@ _OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] 
 )
 _IMPLEMENTATIONS = {name: implementation for name, _, implementation, _ in _OPERATORS}
 
-for _name, _schema, _implementation, _fake in _OPERATORS:
-    _tags = [torch.Tag.needs_fixed_stride_order]
-    if _name in {f"run_{kv}" for kv in _SOURCES} and hasattr(torch.Tag, "cudagraph_unsafe"):
-        _tags.append(torch.Tag.cudagraph_unsafe)
-    _library.define(_name + _schema, tags=tuple(_tags))
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _implementation, _key)
-    torch.library.register_fake(f"flashpage::{_name}", _fake, lib=_library)
+
+def define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any] = _nothing) -> None:
+    tags = [torch.Tag.needs_fixed_stride_order]
+    if name in {f"run_{kv}" for kv in _SOURCES} and hasattr(torch.Tag, "cudagraph_unsafe"):
+        tags.append(torch.Tag.cudagraph_unsafe)
+    _library.define(name + schema, tags=tuple(tags))
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"flashpage::{name}", fake, lib=_library)
+
+
+for _operator in _OPERATORS:
+    define(*_operator)

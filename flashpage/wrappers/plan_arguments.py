@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..base import checks
 from ..base.errors import PlanError
 from ..base.warn import warn
+from ..kernels import kv_formats
 from ..kernels.latent_formats import check_format
 from ..kernels.options import Options, RunOptions, check_options, check_rope, check_scale, check_soft_cap, check_window
 from ..plan.session import Planner
@@ -192,7 +193,9 @@ Arguments: TypeAlias = DecodeArguments | PrefillArguments | LatentArguments
 
 
 def types_of(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any, Any]:
-    """The types of q and of the cache; `data_type` stands for each that is None."""
+    """The types of q and of the cache; `data_type` stands for each that is None, nvfp4's for the cache's alone."""
+    if kv_formats.is_fp4(data_type):
+        return q_data_type or "float16", data_type if kv_data_type is None else kv_data_type
     if data_type is not None:
         data_type = checks.dtype("data_type", data_type)
     if q_data_type is None:

@@ -44,7 +44,7 @@ class QuantisedWrite:
         kv_format: Any,
         kv_layout: str,
     ) -> None:
-        self._rows = rows
+        self._rows, self._layout = rows, kv_layout
         self.device, self.nnz = self._check_rows(), len(rows[0])
         self._stored = kv_formats.check(kv_format, None, DType.of(rows[0].dtype))
         names = (self._stored.k_format, self._stored.v_format)
@@ -125,6 +125,8 @@ class QuantisedWrite:
 
     def _check_apart(self) -> None:
         """Each of the written tensors has memory of its own; they may be views of one."""
+        if operators.is_traced():
+            return
         names = ("paged_kv_cache[0]", "paged_kv_cache[1]", "kv_cache_sf[0]", "kv_cache_sf[1]")
         written = [(name, part) for name, part in zip(names, self._parts, strict=True) if part is not None]
         for i, (name, part) in enumerate(written):
@@ -135,7 +137,7 @@ class QuantisedWrite:
     def check_slots(self, slots: torch.Tensor) -> None:
         """Refuses slots outside the pages on the CPU."""
         count = self.views[0].num_pages * self.views[0].page_size
-        if slots.is_cpu and slots.numel() and int(slots.max()) >= count:
+        if slots.is_cpu and slots.numel() and not operators.is_traced() and int(slots.max()) >= count:
             raise RunError(
                 f"slot_mapping reaches {int(slots.max())} but the cache has {count} slots: "
                 "pass page * page_size + token."
@@ -143,6 +145,9 @@ class QuantisedWrite:
 
     def write(self, places: Places, k_scale: Any, v_scale: Any) -> None:
         """Elements are divided by the scales of the tensors, numbers or float32 tensors of one entry (None: 1)."""
+        if operators.is_traced():
+            self._call_operator(places, k_scale, v_scale)
+            return
         params = native.AppendQuantisedParams(
             append_key=self._rows[0].data_ptr(),
             append_value=self._rows[1].data_ptr(),
@@ -168,6 +173,20 @@ class QuantisedWrite:
         if params.nnz and params.num_kv_heads and self._have_pages(places):
             self._launch(params)
         torch.autograd.graph.increment_version([part for part in self._parts if part is not None])
+
+    def _call_operator(self, places: Places, k_scale: Any, v_scale: Any) -> None:
+        scales = (k_scale, v_scale)
+        torch.ops.flashpage.append_quantised(
+            *self._rows,
+            *places,
+            self._parts[:2],
+            [part for part in self._parts[2:] if part is not None],
+            *(side.name for side in self.formats),
+            self._layout,
+            *(None if isinstance(scale, torch.Tensor) else scale for scale in scales),
+            *(scale if isinstance(scale, torch.Tensor) else None for scale in scales),
+            self.waits_for_scales,
+        )
 
     def _scale(self, value: Any, name: str) -> tuple[float, int | None]:
         """The number and the address of a scale."""
@@ -241,3 +260,40 @@ def _entry(value: Any, name: str) -> Any:
     if value.numel() != 1:
         raise RunError(f"{name} has {value.numel()} entries: pass one.")
     return value.item()
+
+
+def _append_quantised(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    positions: torch.Tensor,
+    batch_indices: torch.Tensor | None,
+    kv_indices: torch.Tensor | None,
+    kv_indptr: torch.Tensor | None,
+    cache: list[torch.Tensor],
+    kv_cache_sf: list[torch.Tensor],
+    k_format: str,
+    v_format: str,
+    kv_layout: str,
+    k_scale: float | None,
+    v_scale: float | None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    waits_for_scales: bool,
+) -> None:
+    left = list(kv_cache_sf)  # those of sides that have scales
+    sides = [left.pop(0) if name in kv_formats.FORMATS else None for name in (k_format, v_format)]
+    write = QuantisedWrite((append_key, append_value), tuple(cache), tuple(sides), (k_format, v_format), kv_layout)
+    write.waits_for_scales = waits_for_scales
+    places = Places(positions, batch_indices, kv_indices, kv_indptr)
+    if batch_indices is None:
+        write.check_slots(positions)
+    write.write(places, k_scale if k_scales is None else k_scales, v_scale if v_scales is None else v_scales)
+
+
+operators.define(
+    "append_quantised",
+    "(Tensor append_key, Tensor append_value, Tensor positions, Tensor? batch_indices, Tensor? kv_indices, "
+    "Tensor? kv_indptr, Tensor(a!)[] cache, Tensor(b!)[] kv_cache_sf, str k_format, str v_format, str kv_layout, "
+    "float? k_scale, float? v_scale, Tensor? k_scales, Tensor? v_scales, bool waits_for_scales) -> ()",
+    _append_quantised,
+)

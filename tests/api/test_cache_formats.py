@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases.case import decode, prefill
 from comparison import Outputs, compare
+from format_pages import LENGTHS, NAMES, Pages, planned_decode
 from harness import Runner
 from inputs import make_inputs, reference_states
 
@@ -18,103 +19,7 @@ import flashpage
 from flashpage import CapabilityError, PlanError, RunError
 from flashpage.kernels.kv_formats import FORMATS
 
-NAMES = tuple(FORMATS)
-LENGTHS = (45, 8, 25, 22)
 DECODE = decode("formats", "the API's forms", (65, 0, 130, 1), head_dim=128, kv_format="nvfp4")
-
-
-class Pages:
-    """A cache with a page list for each request of LENGTHS, and rows to append."""
-
-    def __init__(self, name: str, layout: str = "NHD", heads: int = 2, dim: int = 64, page: int = 16) -> None:
-        torch.manual_seed(len(name))
-        self.name, self.layout, self.page, self.dim = name, layout, page, dim
-        lengths = torch.tensor(LENGTHS)
-        counts = -(-lengths // page)
-        self.indptr = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
-        self.pages = int(self.indptr[-1]) + 2
-        self.indices = torch.randperm(self.pages)[: int(self.indptr[-1])].int()
-        self.last = ((lengths - 1) % page + 1).int()
-        ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-        self.places = flashpage.get_batch_indices_positions(ends, lengths.int(), int(ends[-1]))
-        self.key, self.value = torch.randn(2, int(ends[-1]), heads, dim).bfloat16()
-        self.base = name.removesuffix("_rotated")
-        stored, scales, columns = format_rows.STORED[self.base]
-        inner = (page, heads) if layout == "NHD" else (heads, page)
-        width = dim // 2 if FORMATS[name].bits == 4 else dim
-        self.cache = [torch.zeros(self.pages, *inner, width, dtype=stored) for _ in range(2)]
-        last = (dim // columns,) if columns else ()
-        self.scales = [torch.zeros(self.pages, *inner, *last, dtype=scales) for _ in range(2)]
-
-    def append(self, **extra: Any) -> None:
-        flashpage.append_paged_kv_cache(
-            *(self.key, self.value, *self.places, self.cache, self.indices, self.indptr, self.last, self.layout),
-            **{"kv_format": self.name, "kv_cache_sf": self.scales} | extra,
-        )
-
-    def slots(self) -> torch.Tensor:
-        """The slot of each row."""
-        request, position = (place.long() for place in self.places)
-        page = self.indices[self.indptr.long()[request] + position // self.page].long()
-        return page * self.page + position % self.page
-
-    def stored(self, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers and scales of the rows that were appended, [nnz, heads, ...]."""
-        slots, found = self.slots(), []
-        for tensor in (self.cache[side], self.scales[side]):
-            tensor = tensor if self.layout == "NHD" else tensor.transpose(1, 2)
-            rows = tensor.reshape(self.pages * self.page, *tensor.shape[2:])[slots]
-            found.append(rows if rows.dim() == 3 else rows.unsqueeze(-1))
-        return found[0], found[1]
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("name", NAMES)
-def test_appended_rows_are_the_nearest_numbers(name: str, layout: str) -> None:
-    """As the reference quantises them, but for numbers that lie in the middle of two."""
-    pages = Pages(name, layout)
-    pages.append(k_scale=2.0, v_scale=0.5)
-    for side, (rows, divisor) in enumerate(((pages.key, 2.0), (pages.value, 0.5))):
-        of_side = name if side == 0 else pages.base
-        numbers, scales = format_rows._quantised(of_side, rows.double() / divisor)
-        found, found_scales = pages.stored(side)
-        if pages.base == "int4_token":  # a last bit of the scale may differ, where the quotient was rounded
-            words, wanted = found_scales.view(torch.int32), scales.view(torch.int32)
-            assert torch.equal(words & 15, wanted & 15) and int((words - wanted).abs().max()) <= 16
-        else:
-            assert torch.allclose(found_scales.float(), scales.float(), rtol=1e-6, atol=0)
-        differing = (found.view(torch.uint8) != numbers.view(torch.uint8)).float().mean()
-        assert differing < 2e-3
-
-
-@pytest.mark.parametrize("slot_type", [torch.int32, torch.int64])
-def test_slots_are_pages_and_tokens(slot_type: torch.dtype) -> None:
-    by_lists, by_slots = Pages("nvfp4", "HND"), Pages("nvfp4", "HND")
-    by_lists.append()
-    slots = by_slots.slots().to(slot_type)
-    keys = torch.cat([by_slots.key, by_slots.key[:5]])  # rows without a slot
-    flashpage.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
-        *(keys, torch.cat([by_slots.value, by_slots.value[:5]]), slots, by_slots.cache, by_slots.scales),
-        *(torch.ones(1), torch.ones(1)),
-        kv_layout="HND",
-    )
-    assert all(torch.equal(a, b) for a, b in zip(by_lists.cache, by_slots.cache, strict=True))
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(by_lists.scales, by_slots.scales, strict=True))
-    padding = (keys * 3, keys * 3, torch.full((4,), -1), by_slots.cache, by_slots.scales)
-    flashpage.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*padding, 1.0, 1.0, kv_layout="HND")
-    assert torch.equal(by_lists.cache[0], by_slots.cache[0])
-
-
-def test_flashinfers_append() -> None:
-    pages, ours = Pages("nvfp4"), Pages("nvfp4")
-    ours.append(k_scale=0.7, v_scale=1.1)
-    fused, fused_scales = torch.stack(pages.cache, 1), torch.stack(pages.scales, 1)
-    flashpage.nvfp4_quantize_append_paged_kv_cache(
-        *(pages.key, pages.value, *pages.places, fused, fused_scales),
-        *(pages.indices, pages.indptr, pages.last, 0.7, 1.1),
-    )
-    assert torch.equal(fused, torch.stack(ours.cache, 1))
-    assert torch.equal(fused_scales.view(torch.uint8), torch.stack(ours.scales, 1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,15 +36,6 @@ def test_attention_over_what_was_appended(name: str) -> None:
         p = (torch.einsum("hd,thd->ht", row, k) * 128**-0.5).softmax(-1)
         exact = torch.einsum("ht,thd->hd", p, v)
         assert float((found[i] - exact).norm() / exact.norm()) < (0.17 if FORMATS[name].bits == 4 else 0.05)
-
-
-def planned_decode(pages: Pages, **options: Any) -> Any:
-    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8), pages.layout)
-    wrapper.plan(
-        *(pages.indptr, pages.indices, pages.last, 4, 2, pages.dim, pages.page),
-        **{"q_data_type": torch.bfloat16} | options,
-    )
-    return wrapper
 
 
 def test_vllms_page() -> None:
@@ -356,32 +252,6 @@ def test_scales_without_a_format() -> None:
         mixed.run(torch.randn(4, 4, 64).bfloat16(), (cache[:, 0], pages.cache[1]), kv_cache_sf=pages.scales)
 
 
-REFUSED_APPENDS: dict[str, tuple[dict[str, Any], str]] = {
-    "no scales": ({"kv_cache_sf": None}, "kv_cache_sf=None: rows of nvfp4 have scales"),
-    "a scale of 0": ({"k_scale": 0.0}, "k_scale=0.0: pass a positive finite global decode scale"),
-    "NaN": ({"v_scale": float("nan")}, "v_scale"),
-    "no format": ({"kv_format": None}, "kv_cache_sf, k_scale and v_scale need kv_format"),
-    "another": ({"kv_format": "int8_token"}, r"paged_kv_cache\[0\] has dtype torch.uint8: pass int8"),
-}
-
-
-@pytest.mark.parametrize("given", REFUSED_APPENDS.values(), ids=REFUSED_APPENDS)
-def test_appends_that_are_refused(given: tuple[dict[str, Any], str]) -> None:
-    changed, says = given
-    pages = Pages("nvfp4")
-    with pytest.raises(flashpage.FlashpageError, match=says):
-        pages.append(**changed)
-    assert not any(part.any() for part in pages.cache)
-
-
-def test_slots_within_the_cache() -> None:
-    pages = Pages("nvfp4")
-    with pytest.raises(RunError, match="slot_mapping reaches 160 but the cache has 160 slots"):
-        flashpage.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
-            pages.key, pages.value, torch.tensor([160]), pages.cache, pages.scales, 1.0, 1.0
-        )
-
-
 def test_kernels_of_cards_say_why_they_take_no_format() -> None:
     """The rule that kernels without formats share."""
     from flashpage.kernels.kernel import no_kv_formats
@@ -396,3 +266,15 @@ def test_kernels_of_cards_say_why_they_take_no_format() -> None:
     )  # fmt: skip
     reason = no_kv_formats(Work(Problem(options, 1), None))  # type: ignore[arg-type]
     assert reason == "it reads K and V of one element type, and no kv_format nvfp4, int8_token"
+
+
+def test_data_type_is_the_cache_s() -> None:
+    """A uint8 data_type is of the cache alone; q keeps its own or fp16."""
+    pages = Pages("nvfp4")
+    pages.append()
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    for given, q_type in (({}, torch.float16), ({"q_data_type": torch.bfloat16}, torch.bfloat16)):
+        lists = (pages.indptr, pages.indices, pages.last)
+        wrapper.plan(*lists, 4, 2, 64, pages.page, data_type=torch.uint8, **given)
+        q = torch.randn(len(LENGTHS), 4, 64).to(q_type)
+        assert wrapper.run(q, pages.cache, kv_cache_sf=pages.scales).dtype == q_type

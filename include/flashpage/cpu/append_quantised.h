@@ -43,11 +43,13 @@ void store_row(const float (&elements)[columns], u8* row, u8* scales) {
   for (int block = 0; block < blocks; ++block) {
     const int begin = block * (blocks > 1 ? Format::scale_columns : 0);
     const int end = blocks > 1 ? min_of(columns, begin + Format::scale_columns) : columns;
-    float least = elements[begin], most = elements[begin];
-    for (int i = begin + 1; i < end; ++i) {
+    float least = elements[begin], most = elements[begin], widest = 0.f;
+    for (int i = begin; i < end; ++i) {
       least = min_of(least, elements[i]);
       most = max_of(most, elements[i]);
+      widest = larger_magnitude(widest, elements[i]);
     }
+    if (widest != widest) most = widest;  // NaN, which comparisons may have left out
     const typename Format::Scale scale = Format::scale_for(least, most);
     store_numbers<Format>(elements, begin, end, scale, row);
     if constexpr (!is_plain_format<Format>) __builtin_memcpy(scales + block * sizeof scale, &scale, sizeof scale);

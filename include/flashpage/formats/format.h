@@ -8,8 +8,8 @@
 //   Scale, has_zero                a stored scale, and whether it holds a zero point
 //   number(stored)                 the number that `bits` bits stand for
 //   factor(scale), zero(scale)     as above
-//   scale_for(least, most), stored(element, scale)     for appending: the scale of a row's (or block's) elements, and
-//                                                      the bits of an element
+//   scale_for(least, most)         for appending: the scale of a row's (or block's) elements, NaN if `most` is
+//   stored(element, scale)         for appending: the bits of an element
 // and for cards, which convert to 16-bit elements (Wide: Half or Bf16),
 //   widen<Wide>(word, pairs)       the numbers of 32 bits, divided by `unit`: pairs of numbers i and i + 4 (4 bits), or
 //                                  0, 1 and 2, 3 (8 bits)

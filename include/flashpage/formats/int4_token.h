@@ -22,8 +22,8 @@ struct Int4Token {
 
   // The range includes 0, so that the zero point is one of the numbers.
   FP_HOST_DEVICE static Scale scale_for(float least, float most) {
-    least = least < 0.f ? least : 0.f;
-    most = most > 0.f ? most : 0.f;
+    least = least > 0.f ? 0.f : least;
+    most = most < 0.f ? 0.f : most;
     const u32 factor_bits = bits_of_float(divided_by<15>(most - least)) & ~15u;
     const float by = float_of_bits(factor_bits);
     return {factor_bits | (by > 0.f ? static_cast<u32>(nearest_whole(rounded_quotient(-least, by))) & 15 : 0)};

@@ -54,6 +54,11 @@ FP_HOST_DEVICE float divided_by(float x) {
   return quotient < smallest ? 0.f : quotient;
 }
 FP_HOST_DEVICE float magnitude_of(float x) { return float_of_bits(bits_of_float(x) & 0x7fffffff); }
+// The larger one of two magnitudes; NaN is the largest.
+FP_HOST_DEVICE float larger_magnitude(float a, float b) {
+  const u32 bits_a = bits_of_float(a) & 0x7fffffff, bits_b = bits_of_float(b) & 0x7fffffff;
+  return float_of_bits(bits_a > bits_b ? bits_a : bits_b);
+}
 FP_HOST_DEVICE float at_most(float x, float most) { return x > most ? most : x; }
 
 // Fields of a small floating-point type without infinities of use here.

@@ -19,8 +19,7 @@ struct Nvfp4 {
   FP_HOST_DEVICE static float zero(Scale) { return 0.f; }
 
   FP_HOST_DEVICE static Scale scale_for(float least, float most) {
-    const float largest = magnitude_of(least) > magnitude_of(most) ? magnitude_of(least) : magnitude_of(most);
-    return {static_cast<u8>(bits_of<E4m3>(divided_by<6>(largest)))};
+    return {static_cast<u8>(bits_of<E4m3>(divided_by<6>(larger_magnitude(least, most))))};
   }
   FP_HOST_DEVICE static u32 stored(float element, Scale scale) {
     const float by = factor(scale), x = by > 0.f ? rounded_quotient(magnitude_of(element), by) : 0.f;

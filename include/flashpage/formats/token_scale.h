@@ -15,8 +15,7 @@ struct TokenScale {
   FP_HOST_DEVICE static float factor(Scale scale) { return scale; }
   FP_HOST_DEVICE static float zero(Scale) { return 0.f; }
   FP_HOST_DEVICE static Scale scale_for(float least, float most) {
-    const float widest = magnitude_of(least) > magnitude_of(most) ? magnitude_of(least) : magnitude_of(most);
-    return divided_by<largest>(widest);
+    return divided_by<largest>(larger_magnitude(least, most));
   }
 
  protected:

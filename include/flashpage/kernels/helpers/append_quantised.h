@@ -78,19 +78,21 @@ struct QuantisedColumns {
 
   // The scale of the lane's columns: of a block or, by all lanes of the row, of the whole row.
   FP_DEVICE typename Format::Scale find_scale() const {
-    float least = 0.f, most = 0.f;
+    float least = 0.f, most = 0.f, widest = 0.f;  // fminf and fmaxf leave NaN out
 #pragma unroll
     for (const float element : elements) {
-      if constexpr (Format::has_zero) least = fminf(least, element);
-      most = fmaxf(most, Format::has_zero ? element : fabsf(element));
+      if constexpr (Format::has_zero) least = fminf(least, element), most = fmaxf(most, element);
+      widest = larger_magnitude(widest, element);
     }
     constexpr int sharing = Format::scale_columns == count ? 1 : lanes;
     static_assert(Format::scale_columns == count || Format::scale_columns >= columns);
 #pragma unroll
     for (int apart = 1; apart < sharing; apart *= 2) {
-      if constexpr (Format::has_zero) least = fminf(least, __shfl_xor_sync(0xffffffff, least, apart));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, apart));
+      const auto of_other = [&](float mine) { return __shfl_xor_sync(0xffffffff, mine, apart); };
+      if constexpr (Format::has_zero) least = fminf(least, of_other(least)), most = fmaxf(most, of_other(most));
+      widest = larger_magnitude(widest, of_other(widest));
     }
+    if (!Format::has_zero || widest != widest) most = widest;
     return Format::scale_for(least, most);
   }
 
