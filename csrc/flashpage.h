@@ -71,6 +71,7 @@ struct fp_plan_result {
   int32_t max_q_len, max_kv_len;
   double cost_total_ns, cost_max_ns;  // sum and maximum over CTAs
   int32_t cluster_size;  // of the launch; 1: each unit has a CTA; 0: units are anywhere, for any cluster size
+  int32_t most_pieces;   // of one unit; 0: none is cut
   int64_t mask_bytes;
   int64_t tile_cells;  // cells of a mask function's tiles for one KV head
   // With status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, value,

@@ -226,7 +226,10 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
   totals = {};
   for (int32_t lane = 0; lane < counted; ++lane) writer.add_lane<plan::Items::all>(lane, totals);
   for (int32_t lane = 0; lane < lanes.count; ++lane) writer.write_starts(lane);
-  for (int32_t unit = 0; unit < num_units; ++unit) writer.write_merges(unit);
+  for (int32_t unit = 0; unit < num_units; ++unit) {
+    writer.write_merges(unit);
+    result->most_pieces = max_of(result->most_pieces, memory.units[unit].pieces);
+  }
   return FP_OK;
 }
 

@@ -150,8 +150,8 @@ def _cost(work: Work, tile: Tile) -> Cost:
     card = work.card
     return Cost(
         heads_on_axis=False,
-        ns_per_token=max(work.options.token_bytes / card.sm_bytes_per_ns, _conversion_ns(work)),
-        ns_per_unit=500.0,
+        ns_per_token=max(_loading_ns(work), _conversion_ns(work)),
+        ns_per_unit=_ns_per_unit(work),
         # Units of 16 to 128 tokens: 2.0 us at head dimension 64, 2.2 to 2.4 at 128, 3.1 to 3.3 at 256 (an H200).
         least_ns_of_unit=1600.0 + 6.5 * work.options.head_dim_vo,
         ns_per_piece=1000.0,
@@ -160,8 +160,30 @@ def _cost(work: Work, tile: Tile) -> Cost:
         # Fitted on an H200: in addition to the time for its bytes, a launch takes 7.4 us if nothing is cut, 9.2 if
         # clusters merge, and 11.5 if it merges through partials.
         ns_per_merge=3100.0,
-        cluster=ClusterCost(piece_tokens=32, ns_per_cluster_merge=1800.0, full_speed_share=card.full_speed_share),
+        cluster=ClusterCost(
+            piece_tokens=32,
+            ns_per_unit=500.0 if _is_16_bit(work) else 1000.0,
+            ns_per_cluster_merge=1800.0,
+            full_speed_share=_full_speed_share(work),
+        ),
     )
+
+
+def _ns_per_unit(work: Work) -> float:
+    """What a unit takes in addition to its tokens: fitted on an H200 to lognormal and other uneven lengths, from 1 to 512
+    requests, with heads of 64, 128 and 256. Memory is the limit of 16-bit caches, so CTAs that wait do not lose it."""
+    if _is_16_bit(work):
+        return 1500.0
+    has_zero = any(side.has_zero for side in work.options.formats)
+    return 2200.0 + (5.0 if has_zero else 3.0) * work.columns
+
+
+def _is_16_bit(work: Work) -> bool:
+    return not work.options.has_formats and work.options.kv_dtype.size > 1
+
+
+def _loading_ns(work: Work) -> float:
+    return work.options.token_bytes / work.card.sm_bytes_per_ns
 
 
 def _conversion_ns(work: Work) -> float:
@@ -169,6 +191,12 @@ def _conversion_ns(work: Work) -> float:
     64 x 4k with heads of 64 and 128."""
     has_four_bits = work.options.has_formats and any(side.bits == 4 for side in work.options.formats)
     return 2.9 + 0.0133 * work.columns if has_four_bits else 0.0
+
+
+def _full_speed_share(work: Work) -> float:
+    """A CTA loads faster while others do not, but converts no faster."""
+    loading, converting = _loading_ns(work), _conversion_ns(work)
+    return max(work.card.full_speed_share * loading, converting) / max(loading, converting)
 
 
 def _line_bytes(spec: KernelSpec) -> int:

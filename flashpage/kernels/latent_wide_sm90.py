@@ -62,7 +62,7 @@ def _most_tokens(options: Options, card: Device) -> float:
     narrow_tile = NARROW.tile(work)
     own, narrow, units = _cost(work, _tile(work)), NARROW.cost(work, narrow_tile), _ROWS_OF_PAIR // narrow_tile.tile_q
     own_ns = own.ns_per_unit + own.ns_per_piece + own.ns_per_merge
-    narrow_ns = narrow.ns_per_unit + narrow.cluster.ns_per_cluster_merge
+    narrow_ns = narrow.cluster.ns_per_unit + narrow.cluster.ns_per_cluster_merge
     share_of_cta = max(units / card.sms, narrow.cluster.full_speed_share / _LARGEST_CLUSTER)
     slower = narrow.ns_per_token * share_of_cta - own.ns_per_token * 2 / card.sms
     return (own_ns - narrow_ns) / slower if slower > 0.0 else 0.0

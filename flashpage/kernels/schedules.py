@@ -69,6 +69,7 @@ def schedule(
         cluster_rows=clusters.rows,
         cluster_piece_tokens=cost.cluster.piece_tokens,
         full_speed_share=cost.cluster.full_speed_share,
+        ns_per_cluster_unit=cost.cluster.ns_per_unit,
         ns_per_cluster_merge=cost.cluster.ns_per_cluster_merge,
     )
 

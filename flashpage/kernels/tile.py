@@ -30,6 +30,7 @@ class ClusterCost:
     """The cost of units with CTAs of their own (include/flashpage/plan/own_ctas.h)."""
 
     piece_tokens: int  # no piece of a cluster's unit is shorter
+    ns_per_unit: float  # as Cost's, where no unit follows in the same CTA
     ns_per_cluster_merge: float  # what merging in a cluster adds to a launch
     full_speed_share: float  # fraction of the CTAs that keeps memory as busy as all
 
@@ -48,7 +49,7 @@ class Cost:
     max_pieces: int = 0  # of one unit; 0: no limit
     few_rows_cost: float = 1.0  # factor of ns_per_token if a request's packed rows fill at most half a row tile
     ns_per_merge: float = 0.0  # what merging adds to a launch besides ns_per_piece; 0: not known
-    cluster: ClusterCost = ClusterCost(0, 0.0, 1.0)
+    cluster: ClusterCost = ClusterCost(0, 0.0, 0.0, 1.0)
 
 
 MERGE_CTA_ROWS = 8  # rows that a CTA of kernels/helpers/merge.h merges at a time, one in each warp

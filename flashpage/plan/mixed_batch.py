@@ -114,8 +114,8 @@ class MixedBatchPlan:
         first, second = struct.results
         place = struct.second_offset, struct.second_partial_row
         return (
-            Part(few, first, first.num_ctas, first.num_merges),
-            Part(many, second, second.num_ctas, second.num_merges, 0, *place),
+            Part(few, first, first.num_ctas, few.merges_after(first)),
+            Part(many, second, second.num_ctas, many.merges_after(second), 0, *place),
         )
 
     def make_plans(self, data: bytes) -> tuple[Plan, Plan]:

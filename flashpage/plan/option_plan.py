@@ -121,7 +121,7 @@ class OptionPlan:
         whole, result = self._whole, self.call.result
         if self._is_of_all:  # all CTAs; those without work in a plan return at once
             return (Part(whole, result, whole.schedule.num_ctas, _ALL_MERGES, whole.cluster_size),)
-        return (Part(whole, result, result.num_ctas, result.num_merges, result.cluster_size),)
+        return (Part(whole, result, result.num_ctas, whole.merges_after(result), result.cluster_size),)
 
     @property
     def prepared(self) -> PreparedKernels:

@@ -72,8 +72,8 @@ def planned(case: Case, spec: KernelSpec) -> tuple[np.ndarray, native.PlanResult
     return buffer, result
 
 
-def run(case: Case, inputs: Inputs, times: int = 1) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Returns out, lse, and barriers that miss arrivals."""
+def run(case: Case, inputs: Inputs, times: int, most_pieces: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Units of more pieces are left to the merge kernel, unless `most_pieces` is 0. Returns out, lse, and barriers that miss arrivals."""
     spec, q = spec_of(case), torch.cat(inputs.q)
     assert spec.tile is not None
     data, result = planned(case, spec)
@@ -99,6 +99,7 @@ def run(case: Case, inputs: Inputs, times: int = 1) -> tuple[torch.Tensor, torch
         group=native.make_fast_div(case.num_q_heads // case.num_kv_heads),
         page=native.make_fast_div(case.page_size),
         box_tokens=box,
+        most_pieces_merged=most_pieces,
     )
     for view, half in ((params.k, k), (params.v, v)):
         view.data = half.data_ptr()
@@ -108,13 +109,21 @@ def run(case: Case, inputs: Inputs, times: int = 1) -> tuple[torch.Tensor, torch
     args, left = native.VariantArgs(), 0
     for _ in range(times):
         left += library.run_units(ctypes.byref(params), ctypes.byref(args), (Map * 2)(*forms), result.num_ctas)
+    if most_pieces:
+        assert out.isnan().any() == (result.num_merges > 0)
+        merge = native.MergeParams(head_dim_vo=case.value_dim)
+        for name, _ in native.MergeParams._fields_:
+            setattr(merge, name, getattr(params, name, getattr(merge, name)))
+        flags = ("-DOUT=Bf16", "-DBY_COLUMNS=0")
+        ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
     return out, lse, left
 
 
+@pytest.mark.parametrize("most_pieces", [0, 20])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_units_on_the_host(case: Case) -> None:
+def test_units_on_the_host(case: Case, most_pieces: int) -> None:
     inputs = make_inputs(case)
-    out, lse, left = run(case, inputs, times=2)  # the second run needs what the first one resets
+    out, lse, left = run(case, inputs, 2, most_pieces)  # the second run needs what the first one resets
     assert left == 0
     begin = 0
     for state in reference_states(inputs):

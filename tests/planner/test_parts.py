@@ -102,7 +102,11 @@ def _prepared(batch: int, rows: int) -> Any:
     choice = choose.choose(problem, HOPPER)
     schedule = schedules.schedule(choice, OPTIONS, 132)
     return SimpleNamespace(
-        problem=problem, choice=choice, schedule=schedule, schedule_address=ctypes.addressof(schedule)
+        problem=problem,
+        choice=choice,
+        schedule=schedule,
+        schedule_address=ctypes.addressof(schedule),
+        merges_after=lambda result: result.num_merges,
     )
 
 

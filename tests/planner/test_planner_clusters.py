@@ -27,6 +27,7 @@ DECODE = Cutting(
     cluster_rows=16,
     cluster_piece_tokens=32,
     full_speed_share=34.5 / 47.0,
+    ns_per_cluster_unit=500.0,
     ns_per_merge=1500.0,
     ns_per_cluster_merge=400.0,
 )

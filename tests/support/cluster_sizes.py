@@ -23,7 +23,7 @@ def choose(schedule: native.Schedule, size: int) -> bool:
     for i, other in enumerate(CLUSTER_SIZES):
         schedule.clusters[i] = schedule.clusters[i] if other == size else 0
     if size != GENERAL:
-        schedule.full_speed_share = schedule.ns_per_cluster_merge = schedule.ns_per_unit = 0.0
+        schedule.full_speed_share = schedule.ns_per_cluster_merge = schedule.ns_per_cluster_unit = 0.0
         schedule.ns_per_merge = 1e9
     return size == GENERAL or any(schedule.clusters)
 

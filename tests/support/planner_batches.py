@@ -66,6 +66,7 @@ class Cutting:
     cluster_rows: int = 0
     cluster_piece_tokens: int = 0
     full_speed_share: float = 1.0
+    ns_per_cluster_unit: float = 0.0
     ns_per_cluster_merge: float = 0.0
 
     def struct(self) -> native.Schedule:

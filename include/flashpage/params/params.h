@@ -62,6 +62,7 @@ struct AttentionParams {
   i32 cta_rows;  // packed rows of a unit that one CTA has: a whole tile, or the largest number that consists of whole
                  // rows
   float tail_scale;  // latent rows in fp8: the float scale of the columns that K alone has, relative to the others
+  i32 most_pieces_merged;  // the attention launch leaves units of more pieces to the merge kernel; 0: it leaves none
 };
 
 // Values that a variant captured. The spec numbers the slots; strides are in elements.
@@ -103,6 +104,7 @@ struct MergeParams {
   i32 head_dim_vo;
   i32 num_q_heads;
   FastDiv group;
+  i32 most_pieces_merged;  // the attention launch has merged units of at most so many; 0: none
 };
 
 // merge_state, merge_state_in_place, merge_states: out[r, h] over `num_states` states of (v, s), s base 2.

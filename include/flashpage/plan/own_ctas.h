@@ -125,7 +125,8 @@ class OwnCtas {
       for (i32 p = 0; p < pieces.count; ++p) longest = max_of(longest, ns * (pieces.end(p) - pieces.begin(p)));
     });
     const double by_memory = all * num_kv_heads_ / schedule_.num_ctas, by_cta = schedule_.full_speed_share * longest;
-    return model_.ns_per_unit + max_of(by_memory, by_cta) + (has_cuts ? schedule_.ns_per_cluster_merge : 0.0);
+    const double merge_ns = has_cuts ? schedule_.ns_per_cluster_merge : 0.0;
+    return schedule_.ns_per_cluster_unit + max_of(by_memory, by_cta) + merge_ns;
   }
 
   const CostModel& model_;

@@ -38,6 +38,7 @@ struct Schedule {
   i32 cluster_rows;            // packed rows of a unit that a group can merge
   i32 cluster_piece_tokens;    // no piece of a group is shorter
   float full_speed_share;      // fraction of num_ctas that saturates memory
+  float ns_per_cluster_unit;   // like ns_per_unit, where no unit follows in the same CTA
   float ns_per_cluster_merge;  // like ns_per_merge, inside a group
 
   FP_HOST_DEVICE bool balanced() const { return fixed_piece_tokens == 0; }

@@ -104,6 +104,7 @@ def dim_rows() -> list[Case]:
         options: dict[str, Any] = {"head_dim": dim, "head_dim_vo": vo, "kv_dtype": kv_dtype}
         row = prefill(f"few-dim-{dim}-{vo}-{kind}", why, (1,) * 3, (65, 0, 130), **options)
         rows.append(dataclasses.replace(row, reduced=kind == "e4m3" and dim in (192, 256)))
+    rows.append(decode("few-many-pieces", "pieces for the merge kernel", (20000, 300), num_q_heads=16, num_kv_heads=1))
     for dim, kv_dtype, page_size in ((256, "", 1), (256, E4M3, 16), (512, "", 16), (512, E4M3, 1)):
         kind = "e4m3" if kv_dtype else "bf16"
         options = {"head_dim": dim, "kv_dtype": kv_dtype, "page_size": page_size}

@@ -12,10 +12,10 @@
 
 namespace flashpage {
 
-// Rows go to one of three destinations: the output; the partials of a cut unit, which the CTA of its last piece merges;
-// or the other CTAs of the cluster, if they have all other pieces of the unit (rows are then sent before they are
-// divided by their sum). If a piece finds all others done (most do, because CTAs end with a request that others began),
-// it skips the counter of arrivals, which saves 0.7 us.
+// Rows go to one of three destinations: the output; the partials of a cut unit, which the CTA of its last piece merges,
+// or the merge kernel if there are many; or the other CTAs of the cluster, if they have all other pieces of the unit
+// (rows are then sent before they are divided by their sum). If a piece finds all others done (most do, because CTAs
+// end with a request that others began), it skips the counter of arrivals, which saves 0.7 us.
 //
 // Every computing warp constructs this at the start of a unit, so that loads which the end needs have completed by
 // then.
@@ -155,6 +155,11 @@ struct DecodeCombine {
     });
   }
 
+  // Whether the merge kernel merges the unit: one CTA would take long for many pieces.
+  FP_DEVICE bool leaves(const MergeItem& merge) const {
+    return params.most_pieces_merged > 0 && merge.num_partials > params.most_pieces_merged;
+  }
+
   FP_DEVICE void merge() {
     MergeItem merge;
     i32* fields = reinterpret_cast<i32*>(&merge);
@@ -167,7 +172,7 @@ struct DecodeCombine {
     }
     ptx::named_barrier(barrier, threads);
     if (!shared.others_were_done) {
-      if (thread == 0) shared.is_last_piece = is_last_arrival(slotted.arrivals, merge.num_partials);
+      if (thread == 0) shared.is_last_piece = !leaves(merge) && is_last_arrival(slotted.arrivals, merge.num_partials);
       ptx::named_barrier(barrier, threads);
       if (!shared.is_last_piece) return;
     }

@@ -1,5 +1,6 @@
 // Combines the partials of cut units and writes to out, one warp for each row, in the plan's fixed order, so that
-// results are reproducible. Where rows have many columns and are few, each warp merges 128 columns of one.
+// results are reproducible. Units that the attention launch has merged are left out. Where rows have many columns and
+// are few, each warp merges 128 columns of one.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -23,6 +24,7 @@ struct Merge {
   FP_DEVICE static void run(const MergeParams& params) {
     ptx::grid_dependency_wait();
     const PlanHeader* plan = params.plan;
+    if (plan->cluster_size > 0) return ptx::grid_dependency_launch();  // clusters merge their units
     const MergeItem* merges = plan_merges(plan);
     const i32 shares = ceil_div(plan->merge_rows, warps);  // CTAs that share an item's rows
     const bool is_divided = by_columns && plan->num_merges * plan->merge_rows < enough_rows;
@@ -31,7 +33,7 @@ struct Merge {
       const i32 share = i / parts, first = i % parts * columns_a_step;
       const MergeItem item = merges[share / shares];
       const i32 row = share % shares * warps + static_cast<i32>(threadIdx.x / 32);
-      if (row >= item.num_rows) continue;
+      if (row >= item.num_rows || item.num_partials <= params.most_pieces_merged) continue;
       if (is_divided) {
         merge_columns<1, 16>(params, item, row, first, min_of(first + columns_a_step, params.head_dim_vo));
       } else {

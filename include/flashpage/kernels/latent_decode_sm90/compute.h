@@ -31,8 +31,7 @@ struct LatentCompute {
   int thread = threadIdx.x - Warps::loading * 32;
   int lane = threadIdx.x % 32;
   int team = thread / team_threads, warp = thread / 32 % Warps::team;
-  u32 use = 0;                    // uses of the ring before this unit
-  bool others_were_done = false;  // known by thread 0: LatentMerge
+  u32 use = 0;  // uses of the ring before this unit
 
   FP_DEVICE LatentCompute(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
@@ -47,7 +46,7 @@ struct LatentCompute {
       use += place.slots;
       const LatentMerge<Traits> merge(place);
       shared.place_ring.release(unit_use);
-      merge.run(shared, params, thread, others_were_done);
+      merge.run(params, thread);
     }
     if (thread == 0) {
       stamp<Traits>(params, Stamp::end);
@@ -66,12 +65,10 @@ struct LatentCompute {
     ColumnState<tiles> state;
     state.clear();
     if (params.sinks && item.piece == 0) begin_with_sinks(state, unit);
-    others_were_done = false;
     const float scale = latent_score_scale<Traits>(params, item, unit);
     for (int slot = 0; slot < slotted.slots; ++slot) {
       const i32 first = slotted.first_token + slot * tokens;
       u8* tile = shared.slots[shared.ring.slot(use + slot)];
-      if (thread == 0 && slot + 1 == slotted.slots) others_were_done = LatentMerge<Traits>(slotted).others_are_done();
       shared.ring.wait_full(use + slot);
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
       if constexpr (Traits::loader == Loader::rows) {

@@ -114,9 +114,7 @@ struct LatentLoad {
       to.first_token = extent.first_token;
       to.slots = extent.slots;
       if (!place.done && place.item.partial_row >= 0) {
-        const i32 merge = first_merge(header, place.item, cta);
-        to.merge = plan_merges(params.plan, header) + merge;
-        to.arrivals = plan_arrivals(params.plan, header) + merge;
+        to.merge = plan_merges(params.plan, header) + first_merge(header, place.item, cta);
         to.in_cluster = header.cluster_size > 0;
       }
       ptx::mbarrier_arrive(barrier);

@@ -1,5 +1,5 @@
-// The merge of a cut unit in latent_decode_sm90, inside the launch: by the CTA of its last piece, or by all CTAs of a
-// cluster that has its pieces.
+// The merge of a cut unit in latent_decode_sm90 by the CTAs of a cluster that has its pieces. Other pieces are merged
+// by the launch that follows: one CTA would take 0.5 us for each piece of 16 rows of 512 columns.
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/shared.h"
 #include "flashpage/ptx/cluster.h"
@@ -11,47 +11,22 @@ namespace flashpage {
 // barrier lets it pass, and the publishing warp waits for a free place before it ends.
 template <class Traits>
 struct LatentMerge {
-  using Shared = LatentShared<Traits>;
-  static constexpr int warps = LatentWarps<Traits>::computing, threads = 32 * warps;
-  static constexpr int barrier = 1;  // name
-
   const MergeItem* item;
-  u32* arrivals;
   i32 piece;
-  bool is_piece, in_cluster;
+  bool in_cluster;
 
   FP_DEVICE explicit LatentMerge(const SlottedPlace& place)
       : item(place.merge),
-        arrivals(place.arrivals),
         piece(place.place.item.piece),
-        is_piece(place.place.item.partial_row >= 0),
-        in_cluster(place.in_cluster) {}
-
-  // Whether all other pieces are done. Called by one thread before the unit ends; most units' other pieces are, because
-  // CTAs end with a request that others began, and then the counter need not be raised.
-  FP_DEVICE bool others_are_done() const {
-    if (!is_piece || in_cluster) return false;
-    return ptx::load_acquire(arrivals) == static_cast<u32>(__ldg(&item->num_partials)) - 1;
-  }
+        in_cluster(place.place.item.partial_row >= 0 && place.in_cluster) {}
 
   // Called by all computing threads, after they have written the piece's rows.
-  FP_DEVICE void run(Shared& shared, const AttentionParams& params, int thread, bool others_were_done) const {
-    if (!is_piece) return;
+  FP_DEVICE void run(const AttentionParams& params, int thread) const {
+    if (!in_cluster) return;
     const MergeItem merge = *item;
-    const ArrivalMerge<Traits, warps> all{params, merge, thread % 32};
-    if (in_cluster) {
-      ptx::cluster_barrier();
-      return all.run_share(thread / 32, piece, merge.num_partials);
-    }
-    ptx::named_barrier(barrier, threads);
-    if (thread == 0) {
-      if (others_were_done) *arrivals = 0;
-      shared.is_last_piece = others_were_done || is_last_arrival(arrivals, merge.num_partials);
-    }
-    ptx::named_barrier(barrier, threads);
-    if (!shared.is_last_piece) return;
-    all.run(shared.merge_sums(), thread / 32);
-    ptx::named_barrier(barrier, threads);  // the sums are the exchange of the next unit's scores
+    ptx::cluster_barrier();
+    ArrivalMerge<Traits, LatentWarps<Traits>::computing>{params, merge, thread % 32}.run_share(thread / 32, piece,
+                                                                                               merge.num_partials);
   }
 };
 

@@ -68,13 +68,6 @@ struct LatentShared {
     }
   }
 
-  // Memory for ArrivalMerge, free between the last slot of a unit and the first one of the next unit.
-  FP_DEVICE auto merge_sums() -> float (&)[Warps::computing][132] {
-    using Sums = float[Warps::computing][132];
-    static_assert(sizeof(Sums) <= sizeof(exchange));
-    return *reinterpret_cast<Sums*>(exchange);
-  }
-
   alignas(1024) u8 slots[Traits::stages][slot_bytes];
   alignas(1024) u8 query[places_ahead][QueryRows::tile_bytes];
   alignas(1024) u8 probabilities[Probabilities::tile_bytes];
@@ -89,7 +82,6 @@ struct LatentShared {
   SlotRing<Traits::stages> ring;
   SlotRing<places_ahead> place_ring;
   SlotRing<converted_ahead> converted_ring;
-  u32 is_last_piece;
 };
 
 template <class Traits>
