@@ -147,7 +147,6 @@ def _token_bytes(work: Work) -> int:
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
-    card = work.card
     return Cost(
         heads_on_axis=False,
         ns_per_token=max(_loading_ns(work), _conversion_ns(work)),
@@ -170,8 +169,9 @@ def _cost(work: Work, tile: Tile) -> Cost:
 
 
 def _ns_per_unit(work: Work) -> float:
-    """What a unit takes in addition to its tokens: fitted on an H200 to lognormal and other uneven lengths, from 1 to 512
-    requests, with heads of 64, 128 and 256. Memory is the limit of 16-bit caches, so CTAs that wait do not lose it."""
+    """What a unit takes in addition to its tokens: fitted on an H200 to lognormal and other uneven lengths, from 1 to
+    512 requests, with heads of 64, 128 and 256. Memory is the limit of 16-bit caches, so CTAs that wait do not lose
+    it."""
     if _is_16_bit(work):
         return 1500.0
     has_zero = any(side.has_zero for side in work.options.formats)

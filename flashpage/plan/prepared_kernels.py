@@ -36,17 +36,9 @@ class PreparedKernels:
     """
 
     __slots__ = (
-        *(
-            "attention",
-            "choice",
-            "cluster_size",
-            "gather_rows",
-            "mask_tiles",
-            "merge",
-            "merge_ctas",
-            "merges_in_clusters",
-        ),
-        *("most_merge_ctas", "most_pieces_merged", "options", "problem", "read", "schedule", "schedule_address"),
+        *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "merge_ctas"),
+        *("merges_in_clusters", "most_merge_ctas", "most_pieces_merged", "options", "problem", "read", "schedule"),
+        "schedule_address",
     )
 
     def __init__(

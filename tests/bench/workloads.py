@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -189,6 +190,7 @@ FP8_PREFILL = [  # queries are fp8 too, as FlashAttention-3 takes them
 
 _GROUP = {f"group size {group}, batch 64, context 4k": group for group in (1, 2, 5, 7, 8, 16)}
 _MQA = {"num_q_heads": 128, "num_kv_heads": 1}
+_SIXTEEN: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 1}  # a rank's share of many models
 
 MORE_DECODE = [  # other shapes, so that nothing is tuned to the table above alone
     Case("batch 128, context 8k", 128, 1, 8192),
@@ -198,6 +200,12 @@ MORE_DECODE = [  # other shapes, so that nothing is tuned to the table above alo
     Case("group size 128, batch 64, context 4k", 64, 1, 4096, **_MQA),
     *(Case(f"batch 64, context 4k, page {page}", 64, 1, 4096, page_size=page) for page in (8, 32, 128, 256)),
     *(Case(f"d {dim}, batch 64, context 4k", 64, 1, 4096, head_dim=dim) for dim in (80, 96)),
+    Case("16/1 heads, batch 1, context 32k", 1, 1, 32768, **_SIXTEEN),
+    Case("16/1 heads, batch 8, context 4k, lognormal", 8, 1, 4096, "lognormal", **_SIXTEEN),
+    Case("16/1 heads, batch 64, context 4k, one long", 64, 1, 4096, "one-long", **_SIXTEEN),
+    Case("batch 256, context 1k, lognormal", 256, 1, 1024, "lognormal"),
+    Case("e4m3 KV, batch 64, context 4k, lognormal", 64, 1, 4096, "lognormal", kv_dtype=torch.float8_e4m3fn),
+    Case("e4m3 KV, batch 256, context 1k, lognormal", 256, 1, 1024, "lognormal", kv_dtype=torch.float8_e4m3fn),
 ]
 
 CONTEXTS = [Case(f"batch 16, context {n:,}", 16, 1, n) for n in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)]
@@ -252,5 +260,10 @@ MLA = [  # without tensor parallelism a card has 128 heads, with eight ranks 16
     LatentCase("32 heads, batch 128, context 4k", 128, 1, 4096, num_q_heads=32),
     LatentCase("16 heads, batch 128, context 8k", 128, 1, 8192, num_q_heads=16),
     LatentCase("16 heads, batch 16, context 2k", 16, 1, 2048, num_q_heads=16),
+    LatentCase("16 heads, batch 1, context 1k", 1, 1, 1024, num_q_heads=16),
+    LatentCase("16 heads, batch 1, context 32k", 1, 1, 32768, num_q_heads=16),
+    LatentCase("16 heads, batch 8, context 4k, lognormal", 8, 1, 4096, "lognormal", num_q_heads=16),
+    LatentCase("16 heads, batch 64, context 4k, lognormal", 64, 1, 4096, "lognormal", num_q_heads=16),
+    LatentCase("16 heads, batch 64, context 4k, one long", 64, 1, 4096, "one-long", num_q_heads=16),
     LatentCase("16 heads, batch 128, context 4k, lognormal, page 1", 128, 1, 4096, "lognormal", 16, page_size=1),
 ]
