@@ -73,8 +73,8 @@ def planned(case: Case, spec: KernelSpec) -> tuple[np.ndarray, native.PlanResult
 
 
 def run(case: Case, inputs: Inputs, times: int, most_pieces: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Returns out, lse, and barriers that miss arrivals. Units of more than `most_pieces` are left to the merge kernel; 0:
-    none are."""
+    """Returns out, lse, and barriers that miss arrivals. Units of more than `most_pieces` are left to the merge kernel;
+    0: none are."""
     spec, q = spec_of(case), torch.cat(inputs.q)
     assert spec.tile is not None
     data, result = planned(case, spec)
