@@ -32,6 +32,7 @@ TITLES = {  # sections in the order of the page
     "sglang": "SGLang, tokens per second by attention backend",
     "vllm": "vLLM, tokens per second by attention backend",
     "parallel": "Decode over a context that lies on several cards",
+    "ranks": "Engines of several ranks next to those of one",
 }
 UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
 NAMES = {
@@ -151,6 +152,17 @@ def parallel_table(lines: list[Line]) -> str:
     return table(["case", "cards", *(f"{what} us" for what in lines[0]["us"]), "one / spread", "error"], rows)
 
 
+def ranks_table(lines: list[Line]) -> str:
+    """Tokens and log-probabilities of an engine next to those of another."""
+    rows = []
+    for line in lines:
+        logprobs = [f"{line['median']:.4f}", f"{line['most']:.3f}", f"{line['gap']:.3f}" if line["gap"] else ""]
+        rows.append([line["case"], line["ranks"], f"{line['equal']} of {line['prompts']}", *logprobs])
+    words = "Log-probabilities are compared as long as the tokens are equal; the gap is between the best two tokens."
+    header = ["engine", "ranks", "equal prompts", "median difference", "most", "most gap where tokens differ"]
+    return f"{words}\n\n{table(header, rows)}"
+
+
 def formats_table(lines: list[Line]) -> str:
     """Times by format, and their share of e4m3's."""
     names = list(dict.fromkeys(name for line in lines for name in line["us"]))
@@ -173,6 +185,7 @@ TABLES = {  # of other sections: card_table
     "sglang": engine_table,
     "vllm": engine_table,
     "parallel": parallel_table,
+    "ranks": ranks_table,
 }
 
 

@@ -68,7 +68,7 @@ class Recorder:
 
     def __init__(self, path: str | None) -> None:
         self.path = Path(path) if path else None
-        program = Path(__file__).with_name(Path(sys.argv[0]).name)
+        program = Path(sys.argv[0]).resolve()  # tests/FOLDER/PROGRAM
         words = ["python", str(program.relative_to(program.parents[2])), *_without_file(sys.argv[1:])]
         self.run = {
             "date": time.strftime("%Y-%m-%d"),

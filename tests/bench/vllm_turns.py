@@ -146,9 +146,10 @@ def engine_of(options: dict[str, Any]) -> Running:
 # ---------------------------------------------------------------------------------------------------- all of them
 
 
-def differences(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
-    """How two engines' answers differ, as long as their tokens are the same."""
-    found, gaps, equal = [], [], 0
+def differences(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, float]:
+    """How two engines' answers differ, as long as their tokens are the same. `gap`: how far apart the best two tokens
+    are at most where the engines take different ones."""
+    found, gaps, equal = [], [0.0], 0
     for one, two in zip(own, other, strict=True):
         equal += one["tokens"] == two["tokens"]
         for step, token in enumerate(one["tokens"]):
@@ -158,11 +159,22 @@ def differences(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
                 best = sorted(theirs.values(), reverse=True)
                 gaps.append(best[0] - best[1])
                 break
+    return {
+        "prompts": len(own),
+        "equal": equal,
+        "median": statistics.median(found),
+        "most": max(found),
+        "gap": max(gaps),
+    }
+
+
+def in_words(found: dict[str, float]) -> str:
+    """What differences() found."""
     text = (
-        f"{equal} of {len(own)} prompts have equal tokens; log-probabilities differ by {statistics.median(found):.4f}"
+        f"{found['equal']} of {found['prompts']} prompts have equal tokens; log-probabilities differ by "
+        f"{found['median']:.4f} in the median and {found['most']:.3f} at most"
     )
-    text += f" in the median and {max(found):.3f} at most"
-    return text + (f"; where tokens differ the best two are {max(gaps):.3f} apart at most" if gaps else "")
+    return text + (f"; where tokens differ the best two are {found['gap']:.3f} apart at most" if found["gap"] else "")
 
 
 def main() -> None:
@@ -221,7 +233,7 @@ def run(servers: dict[str, Server], shape: str, traces: list[str], chosen: argpa
         answers = {name: server.ask("check", traces[0]) for name, server in servers.items()}
         first, *others = answers
         for name in others:
-            print(f"{first} and {name}: {differences(answers[first], answers[name])}", flush=True)
+            print(f"{first} and {name}: {in_words(differences(answers[first], answers[name]))}", flush=True)
     for trace in traces:
         figures = engine_turns.measure(servers, trace, chosen.repeats)
         case = f"{shape}, {engine_turns.case_of(trace)}"

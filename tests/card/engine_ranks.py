@@ -3,10 +3,12 @@
     python tests/card/engine_ranks.py vllm      # needs an installed vLLM, and flashpage as its plugin
     python tests/card/engine_ranks.py sglang
 
-Each engine of a table below is a process of its own; `--only` names some. They start at the same time, and those of
-several ranks answer one after the other. Models are drawn: a Llama, one with a single KV head, and a BLOOM, whose ALiBi
-slopes depend on the head; sinks are added to the Llama, each by its head's number in the whole model, so that a rank
-that takes another's is found. `--small --device cpu` runs tiny models by gloo.
+Each engine of a table below is a process of its own; `--only` names some. They start at once, or each after the one
+before (`--in-turn`), and those of several ranks answer one after the other. Two engines are compared as soon as both
+have answered; `--json` appends what differs to a file, for docs/figures.py. Models are drawn: a Llama, one with a
+single KV head, and a BLOOM, whose ALiBi slopes depend on the head; sinks are added to the Llama, each by its head's
+number in the whole model, so that a rank that takes another's is found. `--small --device cpu` runs tiny models by
+gloo.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,8 @@ from typing import Any
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "bench")]
 from entry_points import ROOT, write_entry_points
 from rank_models import KV_HEADS, SIZES, SMALL, requests, write_models
-from vllm_turns import differences
+from record import Recorder
+from vllm_turns import differences, in_words
 
 NEW_TOKENS = {"mixed": 16, "again": 16, "short": 64}  # "again": prefixes come from the cache
 
@@ -59,6 +64,10 @@ SGLANG: dict[str, Spec] = {
     "mqa-1": {"model": "mqa"},
     "mqa-2": {"model": "mqa", **TWO},
 }
+
+
+# Ranks meet on this machine, whose CPUs need not be of several NUMA nodes.
+ON_CPU = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 # ---------------------------------------------------------------------------------------------------- in a process
@@ -201,18 +210,39 @@ ENGINES = {"vllm": (VLLM, answer_vllm), "sglang": (SGLANG, answer_sglang)}
 # ---------------------------------------------------------------------------------------------------- all of them
 
 
-def compare(answers: dict[str, dict[str, Any]]) -> None:
-    for name, found in answers.items():
-        model = name.partition("-")[0]
+class Comparison:
+    """Answers by engine, and what is said of them."""
+
+    def __init__(self, engine: str, recorder: Recorder) -> None:
+        self.engine, self.recorder = engine, recorder
+        self.answers: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, found: dict[str, Any]) -> None:
+        """Compares an engine with itself, and with those that have answered before."""
+        self.answers[name] = found
         print(name, found.get("counts", ""), flush=True)
         if "again" in found:
-            print("   again:", differences(found["mixed"], found["again"]))
-        for other in (f"{model}-1", f"{model}-1-other"):
-            if other not in answers or other == name or (other.endswith("other") and name.endswith("other")):
-                continue
-            for kind in ("mixed", "short"):
-                if kind in found:
-                    print(f"   {kind}, next to {other}:", differences(answers[other][kind], found[kind]))
+            self._say(name, "again", "its first answers", found["mixed"], found["again"])
+        for other in self.answers:
+            self._compare(name, other)
+            self._compare(other, name)
+
+    def _compare(self, name: str, base: str) -> None:
+        model = name.partition("-")[0]
+        if name == base or base not in (f"{model}-1", f"{model}-1-other"):
+            return
+        if base.endswith("other") and (name.endswith("other") or name == f"{model}-1"):  # the latter the other way
+            return
+        own, other = self.answers[name], self.answers[base]
+        for kind in ("mixed", "short"):
+            if kind in own and kind in other:
+                self._say(name, kind, base, other[kind], own[kind])
+
+    def _say(self, name: str, kind: str, base: str, own: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+        found = differences(own, other)
+        print(f"   {name}, {kind}, next to {base}: {in_words(found)}", flush=True)
+        ranks = ENGINES[self.engine][0][name].get("ranks", 1)
+        self.recorder.add("ranks", f"{self.engine} {name}, {kind}, next to {base}", ranks=ranks, **found)
 
 
 def started(name: str, number: int, place: Path, chosen: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -221,12 +251,45 @@ def started(name: str, number: int, place: Path, chosen: argparse.Namespace) -> 
     group = "vllm.general_plugins" if chosen.engine == "vllm" else "sglang.srt.plugins"
     paths = write_entry_points(place / "entries", group, *more), ROOT, Path(__file__).parent
     variables = {"PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])}
-    if ENGINES[chosen.engine][0][name].get("ranks", 1) == 1 and chosen.device == "cuda":
+    spec = ENGINES[chosen.engine][0][name]
+    if spec.get("ranks", 1) == 1 and chosen.device == "cuda":
         variables["CUDA_VISIBLE_DEVICES"] = str(number % 2)
+    if chosen.device == "cpu":
+        variables |= ON_CPU | {"FLASHPAGE_VLLM": "off" if "backend" in spec else "on"}
     given = [*sys.argv[1:], "--answer", name, "--place", str(place)]
     with (place / f"{name}.log").open("wb") as log:
         command = [sys.executable, __file__, *given]
-        return subprocess.Popen(command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT)
+        given = {"env": os.environ | variables, "stdout": log, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, start_new_session=True, **given)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends an engine with its workers, which may outlive it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_all(names: list[str], place: Path, chosen: argparse.Namespace, comparison: Comparison) -> None:
+    waiting, running = list(enumerate(names)), dict[str, tuple[subprocess.Popen[bytes], float]]()
+    try:
+        while waiting or running:
+            while waiting and not (chosen.in_turn and running):
+                number, name = waiting.pop(0)
+                running[name] = started(name, number, place, chosen), time.monotonic() + chosen.seconds
+            for name, (process, last) in list(running.items()):
+                if process.poll() is None and time.monotonic() < last:
+                    continue
+                end(running.pop(name)[0])
+                if process.returncode == 0:
+                    comparison.add(name, json.loads((place / f"{name}.json").read_text()))
+                else:
+                    log = (place / f"{name}.log").read_text()
+                    print(f"{name} gave no answer; the end of its log:\n{log[-3000:]}", flush=True)
+            time.sleep(0.1)
+    finally:
+        for process, _ in running.values():
+            end(process)
 
 
 def main() -> int:
@@ -234,6 +297,8 @@ def main() -> int:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--only", help="names of the table, with commas between (default: all)")
     parser.add_argument("--seconds", type=float, default=600, help="most of an engine (default: %(default)s)")
+    parser.add_argument("--in-turn", action="store_true", help="start each engine after the one before")
+    parser.add_argument("--json", help="append a line for each comparison to this file")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="tiny models in fp32")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
@@ -246,21 +311,12 @@ def main() -> int:
         sys.stdout.flush()
         os._exit(0)  # threads of engines do not hold it
     names = chosen.only.split(",") if chosen.only else list(table)
+    comparison = Comparison(chosen.engine, Recorder(chosen.json))
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         write_models(place, chosen.small)
-        processes = {name: started(name, number, place, chosen) for number, name in enumerate(names)}
-        answers = {}
-        for name, process in processes.items():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(chosen.seconds)
-            if process.poll() == 0:
-                answers[name] = json.loads((place / f"{name}.json").read_text())
-                continue
-            process.kill()
-            print(f"{name} gave no answer; the end of its log:\n{(place / f'{name}.log').read_text()[-3000:]}")
-        compare(answers)
-    return 0 if len(answers) == len(names) else 1
+        run_all(names, place, chosen, comparison)
+    return 0 if len(comparison.answers) == len(names) else 1
 
 
 if __name__ == "__main__":
