@@ -24,12 +24,12 @@ struct Merge {
   FP_DEVICE static void run(const MergeParams& params) {
     ptx::grid_dependency_wait();
     const PlanHeader* plan = params.plan;
-    if (plan->cluster_size > 0) return ptx::grid_dependency_launch();  // clusters merge their units
     const MergeItem* merges = plan_merges(plan);
     const i32 shares = ceil_div(plan->merge_rows, warps);  // CTAs that share an item's rows
     const bool is_divided = by_columns && plan->num_merges * plan->merge_rows < enough_rows;
     const i32 parts = is_divided ? ceil_div(params.head_dim_vo, columns_a_step) : 1;
-    for (i32 i = blockIdx.x; i < plan->num_merges * shares * parts; i += gridDim.x) {
+    const i32 all = plan->cluster_size > 0 ? 0 : plan->num_merges * shares * parts;  // clusters merge their units
+    for (i32 i = blockIdx.x; i < all; i += gridDim.x) {
       const i32 share = i / parts, first = i % parts * columns_a_step;
       const MergeItem item = merges[share / shares];
       const i32 row = share % shares * warps + static_cast<i32>(threadIdx.x / 32);
