@@ -1,7 +1,12 @@
-"""Accuracy of caches in each format: the error of decode's output against fp64 over unquantised rows.
+"""Accuracy of caches in each format: the error of decode's output against fp64 over unquantised rows, and the drift of
+a model.
 
 Data: `normal`; `heavy tails`, Student's t with three degrees of freedom; `outlier channels`, normal but for four
 channels of K that are ten times larger, as those of real models are. A row's error is |output - exact| / |exact|.
+
+Drift: the demo's model writes 512 tokens over an fp32 cache, drawn from its own distribution, and then reads them over
+a cache of each format. Its distributions are compared, and what the tokens cost: their mean negative log-probability,
+by which perplexity grows.
 
     python tests/bench/format_accuracy.py --json accuracy.jsonl
 """
@@ -15,10 +20,14 @@ import torch
 from record import Recorder
 
 import flashpage
+from flashpage.demo.model import Config, Llama
+from flashpage.demo.reference import causal_attention
 from flashpage.kernels.kv_formats import FORMATS
 
 BATCH, TOKENS, HEADS, KV_HEADS, DIM, PAGE = 4, 1024, 8, 2, 128, 16
 DATA = ("normal", "heavy tails", "outlier channels")
+DRIFT_TOKENS = 512
+SHARPNESS = 2.0  # logits are multiplied by it, so that the best tokens stand out as a trained model's do
 
 
 def rows(kind: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,11 +54,11 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def cache_of(name: str, k: torch.Tensor, v: torch.Tensor, places: tuple[torch.Tensor, ...]) -> tuple[Any, Any, Any]:
     """The cache, kv_cache_sf, and the other arguments of run; the appends quantise."""
-    row, pages = FORMATS[name], BATCH * TOKENS // PAGE
+    row, (tokens, heads, dim) = FORMATS[name], k.shape
     stored = getattr(torch, row.stored[0])
-    shape = (pages, PAGE, KV_HEADS)
-    cache = tuple(torch.zeros(*shape, row.stored_columns(DIM), dtype=stored, device=k.device) for _ in "kv")
-    last = (row.row_scales(DIM),) if row.row_scales(DIM) > 1 else ()
+    shape = (tokens // PAGE, PAGE, heads)
+    cache = tuple(torch.zeros(*shape, row.stored_columns(dim), dtype=stored, device=k.device) for _ in "kv")
+    last = (row.row_scales(dim),) if row.row_scales(dim) > 1 else ()
     kind = getattr(torch, row.scales[0])
     scales = tuple(torch.zeros(*shape, *last, dtype=kind, device=k.device) for _ in "kv")
     numbers = {}
@@ -59,6 +68,17 @@ def cache_of(name: str, k: torch.Tensor, v: torch.Tensor, places: tuple[torch.Te
         k, v, *places[:2], cache, *places[2:], kv_format=name, kv_cache_sf=scales, **numbers
     )
     return cache, scales, numbers
+
+
+def element_cache(name: str, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, dict[str, float]]:
+    """The cache of an element type, and the other arguments of run: fp8 has a scale for each tensor."""
+    dtype = getattr(torch, name)
+    most = [float(part.abs().max()) / 448 if dtype.itemsize == 1 else 1.0 for part in (k, v)]
+    cache = tuple(
+        (part.float() / scale).to(dtype).view(-1, PAGE, *part.shape[1:])
+        for part, scale in zip((k, v), most, strict=True)
+    )
+    return cache, {"k_scale": most[0], "v_scale": most[1]}
 
 
 def error_of(name: str, kind: str, device: str) -> float:
@@ -78,15 +98,84 @@ def error_of(name: str, kind: str, device: str) -> float:
         found = wrapper.run(q, cache, kv_cache_sf=scales, **run)
     else:
         dtype = getattr(torch, name)
-        is_fp8 = dtype.itemsize == 1
-        most = [float(part.abs().max()) / 448 if is_fp8 else 1.0 for part in (k, v)]
-        cache = tuple(
-            (part.float() / scale).to(dtype).view(-1, PAGE, KV_HEADS, DIM)
-            for part, scale in zip((k, v), most, strict=True)
-        )
+        cache, run = element_cache(name, k, v)
         wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, **types, kv_data_type=dtype)
-        found = wrapper.run(q, cache, k_scale=most[0], v_scale=most[1])
+        found = wrapper.run(q, cache, **run)
     return float(((found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).mean())
+
+
+# --------------------------------------------------------------------------------------------------------------- drift
+
+
+class CachedAttention:
+    """Attention of a whole request's rows, in bf16, over a cache of a format to which their keys and values are
+    appended first."""
+
+    def __init__(self, name: str, config: Config, device: str) -> None:
+        self.name, self.config = name, config
+        self.numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(
+            torch.empty(64 << 20, dtype=torch.uint8, device=device)
+        )
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        c, tokens, (q, k, v) = self.config, len(q), (part.bfloat16() for part in (q, k, v))
+        indptr = torch.tensor([0, tokens // PAGE], **self.numbers)
+        indices = torch.arange(tokens // PAGE, **self.numbers)
+        last = torch.full((1,), PAGE, **self.numbers)
+        rows = torch.tensor([0, tokens], **self.numbers)
+        heads = (c.num_q_heads, c.num_kv_heads, c.head_dim, PAGE)
+        options: dict[str, Any] = {"causal": True, "q_data_type": q.dtype, "sm_scale": c.sm_scale}
+        places = (torch.zeros(tokens, **self.numbers), torch.arange(tokens, **self.numbers), indices, indptr, last)
+        if self.name in FORMATS:
+            cache, scales, run = cache_of(self.name, k, v, places)
+            options["kv_format"], run["kv_cache_sf"] = self.name, scales
+        else:
+            cache, run = element_cache(self.name, k, v)
+            options["kv_data_type"] = cache[0].dtype
+        self.wrapper.plan(rows, indptr, indices, last, *heads, **options)
+        found: torch.Tensor = self.wrapper.run(q, cache, **run)
+        return found.float()
+
+
+def written(model: Llama) -> torch.Tensor:
+    """Tokens that the model draws from its own distribution, each step over all rows before."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(model.config.vocabulary, (1,), generator=generator)
+    keys: dict[int, torch.Tensor] = {}
+    values: dict[int, torch.Tensor] = {}
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys[layer] = torch.cat([keys[layer], k]) if layer in keys else k
+        values[layer] = torch.cat([values[layer], v]) if layer in values else v
+        return flashpage.single_decode_with_kv_cache(q[0], keys[layer], values[layer])[None]
+
+    for i in range(DRIFT_TOKENS):
+        hidden = model.forward(tokens[-1:].to(model.device), torch.tensor([i], device=model.device), attend)
+        chances = (SHARPNESS * model.logits(hidden)[0]).softmax(-1).cpu()
+        tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)])
+    return tokens
+
+
+def drift(device: str, recorder: Recorder) -> None:
+    model = Llama(Config(), torch.device(device), torch.float32)
+    tokens = written(model).to(device)
+    positions = torch.arange(DRIFT_TOKENS, device=device)
+
+    def distributions(attend: Any) -> torch.Tensor:
+        return (SHARPNESS * model.logits(model.forward(tokens[:-1], positions, attend))).log_softmax(-1)
+
+    exact = distributions(lambda *given: causal_attention(*given, model.config.sm_scale))
+    cost = -exact.gather(1, tokens[1:, None]).mean()
+    print(f"\ndrift over {DRIFT_TOKENS} tokens, which cost {cost:.3f} each over an fp32 cache")
+    print(f"{'format':20}{'cost':>12}{'divergence':>14}{'same best token':>18}")
+    for name in ("bfloat16", "float8_e4m3fn", *FORMATS):
+        found = distributions(CachedAttention(name, model.config, device))
+        more = float(-found.gather(1, tokens[1:, None]).mean() - cost)
+        divergence = float((exact.exp() * (exact - found)).sum(-1).mean())
+        same = float((exact.argmax(-1) == found.argmax(-1)).double().mean())
+        print(f"{name:20}{more:+12.4f}{divergence:14.4f}{same:18.1%}", flush=True)
+        recorder.add("format-drift", name, cost=more, divergence=divergence, same=same)
 
 
 def main() -> None:
@@ -100,6 +189,7 @@ def main() -> None:
         errors = {kind: error_of(name, kind, arguments.device) for kind in DATA}
         print(f"{name:20}", *(f"{errors[kind]:18.2%}" for kind in DATA))
         recorder.add("format-accuracy", name, errors={kind: round(error, 5) for kind, error in errors.items()})
+    drift(arguments.device, recorder)
 
 
 if __name__ == "__main__":

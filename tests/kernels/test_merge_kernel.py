@@ -86,7 +86,7 @@ def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
 @pytest.mark.parametrize(
     ("cluster_size", "most_pieces", "merged"), [(0, 0, (0, 1)), (0, 2, (1,)), (0, 3, ()), (2, 0, ())]
 )
-def test_what_the_attention_launch_has_merged_is_left(cluster_size: int, most_pieces: int, merged: tuple[int]) -> None:
+def test_what_the_attention_launch_has_merged(cluster_size: int, most_pieces: int, merged: tuple[int, ...]) -> None:
     """Units of at most so many pieces, and all those of a plan of clusters."""
     items = np.zeros(2, records.MERGE_ITEM)
     items["num_partials"], items["num_rows"], items["partial_stride"] = (2, 3), 1, 1
