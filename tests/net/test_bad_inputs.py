@@ -13,7 +13,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from bad_inputs.kinds import kind_of
+from bad_inputs.arguments import kind_of
 from bad_inputs.rows import equal, good_arguments, judge, table
 from bad_inputs.scene import Make, Scene, Step
 from bad_inputs.scenes import scenes
@@ -80,7 +80,7 @@ def test_there_are_enough_rows() -> None:
 
 
 def test_every_argument_has_badness() -> None:
-    """A new argument needs a kind in tests/support/bad_inputs/kinds.py."""
+    """A new argument needs a kind in tests/support/bad_inputs/arguments.py."""
 
     def plan(indptr: Any, new_argument: int = 3) -> None: ...
 

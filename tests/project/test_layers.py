@@ -16,7 +16,6 @@ PACKAGE = ROOT / "flashpage"
 MAX_LINES = 400
 LONG_FILES = {
     "flashpage/native/structs.py": "written by csrc/abi_structs.py",
-    "tests/support/bad_inputs/kinds.py": "a table: each kind of argument, and the names of each kind",
 }  # path: the reason why the file is one concept
 
 # Python, from the top. A room imports the rooms below its row; the rooms of one row do not import each other.

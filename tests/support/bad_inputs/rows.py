@@ -17,8 +17,9 @@ import torch
 from flashpage.base.errors import FlashpageError
 from flashpage.wrappers.plan_arguments import Own
 
+from .arguments import OTHER_WORDS, kind_of
 from .expected import EXPECTED, NOT_TRIED
-from .kinds import OTHER_WORDS, Badness, NotApplicable, kind_of
+from .kinds import Badness, NotApplicable
 from .scene import Arguments, Make, Scene, Step
 from .scenes import scenes
 
