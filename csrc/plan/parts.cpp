@@ -83,6 +83,7 @@ void add(const fp_plan_result& part, fp_plan_result& sum) {
   sum.num_items += part.num_items;
   sum.num_merges += part.num_merges;
   sum.num_partial_rows += part.num_partial_rows;
+  sum.most_pieces = std::max(sum.most_pieces, part.most_pieces);
   sum.cost_total_ns += part.cost_total_ns;
   sum.cost_max_ns = std::max(sum.cost_max_ns, part.cost_max_ns);
 }

@@ -68,7 +68,7 @@ class AttentionKernel(Kernel):
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 if rows are not multiples of it
     scale_alignment: int = 1  # bytes on which a token's scales start (formats), as far as a row's number allows
     most_cache_bytes: Callable[[KernelSpec], int] = lambda spec: ANY_BYTES  # that K or V may span
-    merges_in_launch: bool = False  # CUDA: partials are merged without another launch
+    merges_in_launch: bool = False  # CUDA: partials are merged without another launch, unless they are many
     row_boxes: bool = False  # it loads q and stores out by tensor maps, if they have one
     query_boxes: bool = False  # it loads q by a tensor map whose boxes may have a part of a group's heads, if q has one
     line_bytes: Callable[[KernelSpec], int] = lambda spec: LINE_BYTES  # of boxes of K and V

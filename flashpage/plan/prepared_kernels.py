@@ -37,8 +37,7 @@ class PreparedKernels:
 
     __slots__ = (
         *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "merge_ctas"),
-        *("merges_in_clusters", "most_merge_ctas", "most_pieces_merged", "options", "problem", "read", "schedule"),
-        "schedule_address",
+        *("most_merge_ctas", "most_pieces_merged", "options", "problem", "read", "schedule", "schedule_address"),
     )
 
     def __init__(
@@ -70,7 +69,6 @@ class PreparedKernels:
         else:
             num_ctas = native.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
         clusters = schedules.Clusters.of(self.attention.info, self.choice.card)
-        self.merges_in_clusters = clusters.rows > 0
         self.schedule = schedules.schedule(self.choice, options, num_ctas, clusters)
         self.most_pieces_merged = MOST_PIECES_MERGED if self._leaves_merges(device) else 0
         self.merge, self.most_merge_ctas = self._find_merge(device)
@@ -84,9 +82,8 @@ class PreparedKernels:
 
     def merges_after(self, result: native.PlanResult) -> int:
         """Merges of a plan for a launch after the attention kernel."""
-        if result.most_pieces <= self.most_pieces_merged or (result.cluster_size and self.merges_in_clusters):
-            return 0
-        return result.num_merges
+        is_merged = result.cluster_size and self.attention.info.cluster_rows  # by the clusters
+        return 0 if is_merged or result.most_pieces <= self.most_pieces_merged else result.num_merges
 
     def _leaves_merges(self, device: torch.device) -> bool:
         """Whether the attention launch merges units itself, except those of many pieces, and the options have such:

@@ -27,7 +27,7 @@ from flashpage.kernels.kv_formats import FORMATS
 BATCH, TOKENS, HEADS, KV_HEADS, DIM, PAGE = 4, 1024, 8, 2, 128, 16
 DATA = ("normal", "heavy tails", "outlier channels")
 DRIFT_TOKENS = 512
-SHARPNESS = 2.0  # logits are multiplied by it, so that the best tokens stand out as a trained model's do
+SHARPNESS = 2.0  # logits are multiplied by it, as those of random weights are close to each other
 
 
 def rows(kind: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -97,9 +97,8 @@ def error_of(name: str, kind: str, device: str) -> float:
         wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, **types, kv_format=name)
         found = wrapper.run(q, cache, kv_cache_sf=scales, **run)
     else:
-        dtype = getattr(torch, name)
         cache, run = element_cache(name, k, v)
-        wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, **types, kv_data_type=dtype)
+        wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, **types, kv_data_type=cache[0].dtype)
         found = wrapper.run(q, cache, **run)
     return float(((found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).mean())
 

@@ -68,8 +68,9 @@ class Recorder:
 
     def __init__(self, path: str | None) -> None:
         self.path = Path(path) if path else None
-        program = Path(sys.argv[0]).resolve()  # tests/FOLDER/PROGRAM
-        words = ["python", str(program.relative_to(program.parents[2])), *_without_file(sys.argv[1:])]
+        program, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
+        name = program.relative_to(root) if program.is_relative_to(root) else program.name
+        words = ["python", str(name), *_without_file(sys.argv[1:])]
         self.run = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit(),

@@ -65,7 +65,6 @@ SGLANG: dict[str, Spec] = {
     "mqa-2": {"model": "mqa", **TWO},
 }
 
-
 # Ranks meet on this machine, whose CPUs need not be of several NUMA nodes.
 ON_CPU = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -256,11 +255,10 @@ def started(name: str, number: int, place: Path, chosen: argparse.Namespace) -> 
         variables["CUDA_VISIBLE_DEVICES"] = str(number % 2)
     if chosen.device == "cpu":
         variables |= ON_CPU | {"FLASHPAGE_VLLM": "off" if "backend" in spec else "on"}
-    given = [*sys.argv[1:], "--answer", name, "--place", str(place)]
+    command = [sys.executable, __file__, *sys.argv[1:], "--answer", name, "--place", str(place)]
+    streams: dict[str, Any] = {"stderr": subprocess.STDOUT, "start_new_session": True}
     with (place / f"{name}.log").open("wb") as log:
-        command = [sys.executable, __file__, *given]
-        given = {"env": os.environ | variables, "stdout": log, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, start_new_session=True, **given)
+        return subprocess.Popen(command, env=os.environ | variables, stdout=log, **streams)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -311,6 +309,8 @@ def main() -> int:
         sys.stdout.flush()
         os._exit(0)  # threads of engines do not hold it
     names = chosen.only.split(",") if chosen.only else list(table)
+    if unknown := [name for name in names if name not in table]:
+        parser.error(f"--only {unknown[0]} is no engine of {chosen.engine}: name some of {', '.join(table)}")
     comparison = Comparison(chosen.engine, Recorder(chosen.json))
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
