@@ -272,11 +272,12 @@ def _latent_options(work: Work) -> str | None:
 
 
 def _formats(work: Work) -> str | None:
-    """Refuses rotations, and elements of 16 bits that are not of the products' type."""
+    """Refuses RoPE of keys that a Hadamard matrix has rotated, and elements of 16 bits that are not of the products'
+    type."""
     options = work.options
     if not options.has_formats:
         return None
-    if work.rotates:
+    if work.rotates and options.formats[0].is_rotated:
         return f"it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) over kv_format {options.k_format}"
     for side in options.formats:
         if side.bits > 8 and side.name != options.q_dtype.widened.value:

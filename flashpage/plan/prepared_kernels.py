@@ -15,7 +15,7 @@ from ..kernels import choose, helpers, schedules
 from ..kernels.context_classes import ContextClass
 from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
-from ..kernels.tile import MERGE_COLUMNS, MERGE_CTA_ROWS
+from ..kernels.tile import MERGE_COLUMNS
 from ..kernels.work import Problem
 from ..native import fastcall
 from . import gather_rows
@@ -73,7 +73,7 @@ class PreparedKernels:
         self.most_pieces_merged = MOST_PIECES_MERGED if self._leaves_merges(device) else 0
         self.merge, self.most_merge_ctas = self._find_merge(device)
         rows, columns = self.schedule.merge_rows, options.head_dim_vo
-        self.merge_ctas = -(-rows // MERGE_CTA_ROWS) * -(-columns // MERGE_COLUMNS)  # of an item
+        self.merge_ctas = rows * -(-columns // MERGE_COLUMNS)  # of an item, if each row has one
         self.cluster_size = 0  # of launches of one shape
         if fixed_for is not None:
             units = schedules.most_units(options, self.schedule.tile_q, *fixed_for)

@@ -25,7 +25,8 @@ class BoundPart:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.params, self.merge = native.AttentionParams(), native.MergeParams()
+        self.params = native.AttentionParams()
+        self.merge = native.MergeParams(is_batch_invariant=options.is_batch_invariant)
         self.boxes: native.KvBoxes | None = None
         self._bound_to: tuple[PreparedKernels | None, bool] = (None, False)
 

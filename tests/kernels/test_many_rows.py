@@ -5,6 +5,7 @@ cards."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 
 import format_rows
@@ -25,6 +26,7 @@ from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.work import Problem
 
 _E4M3 = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
+_ROPE = {"position": "ROPE_LLAMA"}
 # Names of cards decide the tile.
 CASES = [
     (
@@ -46,6 +48,12 @@ CASES = [
         prefill("int8", "scales of tokens", (40,), (90,), kv_format="int8_token", q_dtype="float16", head_dim=72),
     ),
     ("A100", "attention_sm80", decode("few-int4", "zero points", (90, 0, 1), kv_format="int4_token", sinks=True)),
+    (
+        "A10",
+        "attention_sm80",
+        decode("few-rope", "keys are converted and rotated", (70,), kv_format="int8_token", **_ROPE),
+    ),
+    ("A100", "attention_sm80", prefill("rope", "the same", (20,), (90,), kv_format="nvfp4", head_dim=128, **_ROPE)),
     ("A10", "attention_sm80", decode("few-pair", "six scales a row", (70,), kv_format="nvfp4+int8_token", head_dim=96)),
 ]
 
@@ -56,6 +64,7 @@ def spec_of(case: Case, card: str) -> KernelSpec:
     k_format, v_format = format_rows.names(case) if case.kv_format else ("plain", "plain")
     sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim, case.page_size)
     options = Options("paged", *sizes, q, kv, out, causal=case.causal, k_format=k_format, v_format=v_format)
+    options = dataclasses.replace(options, position_encoding=case.position)
     packed_rows = options.group_size if max(case.q_lens) == 1 else 4096
     return choose_for_card(Problem(options, packed_rows), devices.named(card)).spec
 
@@ -77,6 +86,8 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec) -> tuple[torch.Tensor, tor
         window_left=case.window_left,
         group=native.make_fast_div(case.num_q_heads // case.num_kv_heads),
         page=native.make_fast_div(case.page_size),
+        rope_scale=1.0,
+        rope_theta=1e4,
     )
     parts = [(params.k, k), (params.v, v)]
     if inputs.scale_cache is not None:

@@ -105,6 +105,7 @@ struct MergeParams {
   i32 num_q_heads;
   FastDiv group;
   i32 most_pieces_merged;  // the attention launch has merged units of at most so many; 0: none
+  i32 is_batch_invariant;  // a row's sums do not depend on the batch's other rows
 };
 
 // merge_state, merge_state_in_place, merge_states: out[r, h] over `num_states` states of (v, s), s base 2.

@@ -57,7 +57,11 @@ T __ldcg(const T* from) {
 }
 using std::exp2f, std::fmaf, std::fmaxf, std::log2f;
 inline double cospi(double x) { return std::cos(3.141592653589793 * x); }
-void sincospif(float, float*, float*);  // only declared: used by kernels that do not run on the host
+inline void sincospif(float x, float* sine, float* cosine) {
+  const double angle = 3.14159265358979323846 * x;
+  *sine = static_cast<float>(std::sin(angle));
+  *cosine = static_cast<float>(std::cos(angle));
+}
 
 namespace flashpage {
 

@@ -49,7 +49,6 @@ struct FewRows {
   static constexpr int step_tokens = Traits::tile_kv;  // of all warps together
   static constexpr bool query_in_registers = S::key_steps * S::row_tiles <= 8;
   static_assert(Traits::warps_q == 1 && stages >= 2 && (tokens == 16 || tokens == 32));
-  static_assert(!(S::rotate && has_formats<Traits>));
 
   Shared& shared;
   const AttentionParams& params;
@@ -113,20 +112,21 @@ struct FewRows {
 
   // The shared address of the keys that the score product reads.
   FP_DEVICE u32 finished_keys(int step, i32 first) {
+    const u8* keys = key_stage(step);
     u8* finished = shared.finished[warp];
     if constexpr (has_formats<Traits>) {
-      Stored::template convert_keys<tokens, 32>(key_stage(step), finished, lane);
+      Stored::template convert_keys<tokens, 32>(keys, finished, lane);
       __syncwarp();
-      return ptx::shared_address(finished);
+      keys = finished;
     }
     if constexpr (S::rotate) {
       rotate_rows<Cache, typename S::Key, Traits::head_dim_qk>(
-          key_stage(step), finished, tokens, params.rope_scale, params.rope_theta, lane, 32,
+          keys, finished, tokens, params.rope_scale, params.rope_theta, lane, 32,
           [&](int row) { return static_cast<float>(first + row); });
       __syncwarp();
-      return ptx::shared_address(finished);
+      keys = finished;
     }
-    return ptx::shared_address(key_stage(step));
+    return ptx::shared_address(keys);
   }
   // As finished_keys, once the scores have been multiplied.
   FP_DEVICE u32 finished_values(int step) {

@@ -39,7 +39,6 @@ struct ManyRows {
   static constexpr bool spread = stages == 2 && S::value_columns <= 64;
   static constexpr bool two_bodies = S::row_tiles * (S::value_tiles + tokens / 8) * 4 <= 160;
   static_assert(Traits::warps_kv == 1 && (stages == 1 || (stages == 2 && !has_formats<Traits>)));
-  static_assert(!(S::rotate && has_formats<Traits>));
   static_assert(!S::fp8_products || (tokens % 32 == 0 && Traits::head_dim_qk % 32 == 0 && S::value_columns % 32 == 0));
   static_assert(tokens <= S::threads && Traits::tile_q <= S::threads);
 
@@ -130,21 +129,21 @@ struct ManyRows {
   }
 
   FP_DEVICE u32 finished_keys(const Unit& unit, int tile) {
-    const u8* stage = shared.key[tile % stages];
+    const u8* keys = shared.key[tile % stages];
     if constexpr (has_formats<Traits>) {
-      Stored::template convert_keys<tokens, S::threads>(stage, shared.finished, thread());
+      Stored::template convert_keys<tokens, S::threads>(keys, shared.finished, thread());
       __syncthreads();
-      return ptx::shared_address(shared.finished);
+      keys = shared.finished;
     }
     if constexpr (S::rotate) {
       i32 first = unit.kv_begin + tile * tokens;
       rotate_rows<Cache, typename S::Key, Traits::head_dim_qk>(
-          stage, shared.finished, tokens, params.rope_scale, params.rope_theta, thread(), S::threads,
+          keys, shared.finished, tokens, params.rope_scale, params.rope_theta, thread(), S::threads,
           [&](int row) { return static_cast<float>(first + row); });
       __syncthreads();
-      return ptx::shared_address(shared.finished);
+      keys = shared.finished;
     }
-    return ptx::shared_address(stage);
+    return ptx::shared_address(keys);
   }
   // Called when all warps have read the keys.
   FP_DEVICE u32 finished_values(int tile) {
