@@ -3,6 +3,7 @@ a model.
 
 Data: `normal`; `heavy tails`, Student's t with three degrees of freedom; `outlier channels`, normal but for four
 channels of K that are ten times larger, as those of real models are. A row's error is |output - exact| / |exact|.
+If FlashInfer is installed, it reads the same nvfp4 cache.
 
 Drift: the demo's model writes 512 tokens over an fp32 cache, drawn from its own distribution, and then reads them over
 a cache of each format. Its distributions are compared, and what the tokens cost: their mean negative log-probability,
@@ -14,6 +15,8 @@ by which perplexity grows.
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -81,8 +84,8 @@ def element_cache(name: str, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, dic
     return cache, {"k_scale": most[0], "v_scale": most[1]}
 
 
-def error_of(name: str, kind: str, device: str) -> float:
-    """The mean error over heads and requests; `name`: a format, or an element type."""
+def error_of(name: str, kind: str, device: str, reader: str = "flashpage") -> float:
+    """The mean error over heads and requests; `name`: a format, or an element type; `reader`: whose decode it is."""
     q, k, v = (part.to(device) for part in rows(kind, torch.Generator().manual_seed(0)))
     expected = exact(q, k, v)
     numbers = {"dtype": torch.int32, "device": device}
@@ -90,11 +93,13 @@ def error_of(name: str, kind: str, device: str) -> float:
     indices = torch.arange(BATCH * TOKENS // PAGE, **numbers)
     token = torch.arange(BATCH * TOKENS, **numbers)
     places = (token // TOKENS, token % TOKENS, indices, indptr, last)
-    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(64 << 20, dtype=torch.uint8, device=device))
+    workspace = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    wrapper = importlib.import_module(reader).BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=True)
     types: dict[str, Any] = {"q_data_type": torch.bfloat16}
     if name in FORMATS:
         cache, scales, run = cache_of(name, k, v, places)
-        wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, **types, kv_format=name)
+        types |= {"kv_data_type": torch.uint8} if name == "nvfp4" else {"kv_format": name}
+        wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, **types)
         found = wrapper.run(q, cache, kv_cache_sf=scales, **run)
     else:
         cache, run = element_cache(name, k, v)
@@ -184,10 +189,14 @@ def main() -> None:
     arguments = parser.parse_args()
     recorder = Recorder(arguments.json)
     print(f"{'format':20}", *(f"{kind:>18}" for kind in DATA))
-    for name in ("bfloat16", "float8_e4m3fn", *FORMATS):
-        errors = {kind: error_of(name, kind, arguments.device) for kind in DATA}
-        print(f"{name:20}", *(f"{errors[kind]:18.2%}" for kind in DATA))
-        recorder.add("format-accuracy", name, errors={kind: round(error, 5) for kind, error in errors.items()})
+    readers = [(name, "flashpage") for name in ("bfloat16", "float8_e4m3fn", *FORMATS)]
+    if arguments.device != "cpu" and importlib.util.find_spec("flashinfer"):
+        readers.append(("nvfp4", "flashinfer"))
+    for name, reader in readers:
+        errors = {kind: error_of(name, kind, arguments.device, reader) for kind in DATA}
+        shown = name if reader == "flashpage" else f"{name} by {reader}"
+        print(f"{shown:20}", *(f"{errors[kind]:18.2%}" for kind in DATA))
+        recorder.add("format-accuracy", shown, errors={kind: round(error, 5) for kind, error in errors.items()})
     drift(arguments.device, recorder)
 
 

@@ -55,6 +55,10 @@ class GpuClock:
 
         return replay
 
+    def prepare(self) -> None:
+        """Before each timed call."""
+        self.flush.amax()
+
     def seconds(self, call: Callable[[], object]) -> float:
         for _ in range(3):
             call()
@@ -62,7 +66,7 @@ class GpuClock:
         pairs = []
         for _ in range(self.repeats):
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self.flush.amax()
+            self.prepare()
             pair[0].record()
             call()
             pair[1].record()

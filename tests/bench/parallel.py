@@ -2,10 +2,10 @@
 
     python tests/bench/parallel.py --ranks 2
 
-Every rank has the same pages and reads only its share. Times are medians of the slowest rank, after a flush of the L2
-before each run: the whole step (each rank's attention, one collective, one merge), the step with heads="own", and the
-collective and merge alone. `--small --device cpu` runs tiny shapes over gloo with the host's clock: it only shows that
-the program works.
+Every rank has the same pages and reads only its share. Times are medians of the slowest rank; before each run the L2 is
+flushed and the ranks wait for each other. Timed are the whole step (each rank's attention, one collective, one merge),
+the step with heads="own", and the collective and merge alone. `--small --device cpu` runs tiny shapes over gloo with
+the host's clock: it only shows that the program works.
 """
 
 from __future__ import annotations
@@ -84,6 +84,18 @@ def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> di
     return {"us": us, "ratio": round(times[0] / times[1], 3), "error": float(f"{max(all_error, own_error):.2g}")}
 
 
+class RanksClock(GpuClock):
+    """Ranks begin each timed call together: a rank's collective would also wait for the others' hosts."""
+
+    def __init__(self, repeats: int) -> None:
+        super().__init__(repeats)
+        self._token = torch.zeros(1, device="cuda")
+
+    def prepare(self) -> None:
+        super().prepare()
+        dist.all_reduce(self._token)
+
+
 def run_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
     device = torch.device("cpu")
     if arguments.device == "cuda":
@@ -91,7 +103,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "nccl"
     dist.init_process_group(backend, f"file://{store}", world_size=arguments.ranks, rank=rank)
-    clock = HostClock(arguments.repeats) if device.type == "cpu" else GpuClock(arguments.repeats)
+    clock = HostClock(arguments.repeats) if device.type == "cpu" else RanksClock(arguments.repeats)
     recorder = Recorder(arguments.json if rank == 0 else None)
     columns = ("case", "ranks", *TIMES, "one / spread", "error")
     if rank == 0:

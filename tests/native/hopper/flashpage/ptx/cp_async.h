@@ -39,6 +39,7 @@ namespace flashpage::ptx {
 
 template <int bytes>
 void cp_async_first(u32 shared, const void* global, int valid_bytes) {
+  if ((reinterpret_cast<u64>(global) | shared) % bytes != 0) hopper::stop("a copy of an address that is not on its bytes");
   const auto copy = [=] {
     std::memset(hopper::at(shared), 0, bytes);
     std::memcpy(hopper::at(shared), global, valid_bytes);
