@@ -30,11 +30,11 @@ struct LatentConvert {
   static constexpr int rest_pieces = rows * rest_row_pieces / 32;
   static constexpr int scale_bytes = Format::num_scales * static_cast<int>(sizeof(Scale)), row_scales = scale_bytes / 8;
   // A lane's groups of pieces in a slot, each of which is copied and converted together: scales, numbers, the rest.
-  static constexpr int together = 2;
+  static constexpr int together = pieces % 2 == 0 && rest_pieces % 2 == 0 ? 2 : 1;
   static constexpr int first_quantised = row_scales > 0 ? 1 : 0, first_rest = first_quantised + pieces / together;
   static constexpr int groups = first_rest + rest_pieces / together;
   static constexpr int in_flight = min_of(groups, Shared::pieces_ahead / together);
-  static_assert(pieces % together == 0 && rest_pieces % together == 0 && rows == 16 && rows * row_pieces % 32 == 0 && rows * rest_row_pieces % 32 == 0);
+  static_assert(rows * max_of(row_scales, 1) <= 32 && rows * row_pieces % 32 == 0 && rows * rest_row_pieces % 32 == 0);
   static_assert(scale_bytes <= Shared::scale_bytes && scale_bytes % 8 == 0 && Format::quantised % 64 == 0);
 
   // Where the rows of a slot are; lanes `rows` apart have the same row.
