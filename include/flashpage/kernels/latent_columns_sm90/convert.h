@@ -26,6 +26,7 @@ struct ColumnsConvert {
   static constexpr int columns = is_tail ? Tile::tail_columns : Tile::part_panels * Tile::panel_columns;
   // Pieces of 16 bytes: of a row, of a lane in all rows, and those that a lane holds.
   static constexpr int row_pieces = columns * static_cast<int>(sizeof(Stored)) / 16, pieces = tokens * row_pieces / 32;
+  static constexpr int together = 2;  // pieces that are copied and converted together
   static constexpr int rows_a_pass = 32 / row_pieces;
   static_assert(pieces <= Shared::pieces_ahead);
   static_assert(Format::quantised == Traits::head_dim_vo && columns <= Format::scale_columns);
@@ -57,7 +58,7 @@ struct ColumnsConvert {
     const int lane_row = lane() / row_pieces;
     const u8* const from = first_piece();
 #pragma unroll
-    for (int i = 0; i < pieces; ++i) request(from, arriving, i, lane_row);
+    for (int i = 0; i < pieces; i += together) request(from, arriving, i, lane_row);
   }
 
   FP_DEVICE void load(int block, u32 use) {
@@ -71,13 +72,17 @@ struct ColumnsConvert {
     shared.wait_empty(use);
     const u32 to = shared.block(use) + first_chunk(lane_row, in_row);
 #pragma unroll
-    for (int i = 0; i < pieces; ++i) {
-      ptx::cp_async_wait<pieces - 1>();
-      const uint4 four = *reinterpret_cast<const uint4*>(own_place(i));
-      const u32 words[4] = {four.x, four.y, four.z, four.w};
-      const float scale =
-          __shfl_sync(0xffffffff, arriving[i * rows_a_pass / 32].scale, i * rows_a_pass % 32 + lane_row);
-      write_piece(words, to, i, scale, is_turned(in_row));
+    for (int i = 0; i < pieces; i += together) {
+      ptx::cp_async_wait<pieces / together - 1>();
+      uint4 words[together];
+#pragma unroll
+      for (int k = 0; k < together; ++k) words[k] = *reinterpret_cast<const uint4*>(own_place(i + k));
+#pragma unroll
+      for (int k = 0; k < together; ++k) {
+        const int first = (i + k) * rows_a_pass;  // row of the pass
+        const float scale = __shfl_sync(0xffffffff, arriving[first / 32].scale, first % 32 + lane_row);
+        write_piece({words[k].x, words[k].y, words[k].z, words[k].w}, to, i + k, scale, is_turned(in_row));
+      }
       if (has_next) {
         request(from, next, i, lane_row);
       } else {
@@ -141,11 +146,14 @@ struct ColumnsConvert {
   FP_DEVICE const u8* first_piece() const {
     return begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + lane() % row_pieces * 16;
   }
-  // Requests a piece of a block, in a group of its own. Rows that do not exist become zero.
+  // Requests pieces of a block, in a group of their own. Rows that do not exist become zero.
   FP_DEVICE void request(const u8* from, const Row (&rows)[groups], int i, int lane_row) const {
-    const u32 at = __shfl_sync(0xffffffff, rows[i * rows_a_pass / 32].at, i * rows_a_pass % 32 + lane_row);
-    const bool exists = at != nowhere;
-    ptx::cp_async<16>(ptx::shared_address(own_place(i)), from + static_cast<u64>(exists ? at : 0) * 16, exists);
+#pragma unroll
+    for (int k = i; k < i + together; ++k) {
+      const u32 at = __shfl_sync(0xffffffff, rows[k * rows_a_pass / 32].at, k * rows_a_pass % 32 + lane_row);
+      const bool exists = at != nowhere;
+      ptx::cp_async<16>(ptx::shared_address(own_place(k)), from + static_cast<u64>(exists ? at : 0) * 16, exists);
+    }
     ptx::cp_async_commit();
   }
 
