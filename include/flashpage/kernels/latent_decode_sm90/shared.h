@@ -9,20 +9,20 @@
 
 namespace flashpage {
 
-// Rows in fp8 have more loading warpgroups, which convert them.
+// Rows in fp8 have a second loading warpgroup, which converts them.
 template <bool converts>
 struct LatentWarpsOf {
+  static constexpr int loading = converts ? 8 : 4;  // warpgroups, because setmaxnreg works on warpgroups
   static constexpr int slot_loaders = 2, publisher = 3;
-  static constexpr int first_converter = 4, converters = converts ? 8 : 0;
-  static constexpr int loading = first_converter + converters;  // warpgroups, because setmaxnreg works on warpgroups
+  static constexpr int first_converter = 4, converters = converts ? 4 : 0;
   static constexpr int team = 4;   // a warpgroup, whose warps share the tokens of a slot
   static constexpr int teams = 2;  // share the columns of a slot
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place
-  static constexpr int loading_registers = converts ? 56 : 104;
-  static constexpr int converting_registers = 72;
-  static constexpr int computing_registers = converts ? 136 : 200;
+  static constexpr int loading_registers = converts ? 72 : 104;
+  static constexpr int converting_registers = 136;
+  static constexpr int computing_registers = converts ? 152 : 200;
 };
 template <class Traits>
 using LatentWarps = LatentWarpsOf<converts_latents<Traits>>;
@@ -51,9 +51,7 @@ struct LatentShared {
   using Probabilities = SwizzledRows<Cache, tokens, rows>;  // a row of q has the slot's tokens
   static constexpr int blocks = Traits::head_dim_vo / 64;   // of value columns: rows of a product
   static constexpr int slot_bytes = Slot::tile_bytes;
-  static constexpr int places_ahead = QueryRows::tile_bytes <= 20480 && !converts ? 2 : 1;
-  // Pieces of 16 bytes that each lane of a converting warp has in flight; for more rows memory has no room for more.
-  static constexpr int pieces_ahead = !converts ? 0 : (rows <= 16 ? 96 : 40) / Warps::converters;
+  static constexpr int places_ahead = QueryRows::tile_bytes <= 20480 ? 2 : 1;
   static_assert(tokens == 64 && rows % 16 == 0 && Probabilities::panels == 1 && Slot::panel_columns == 64);
   static_assert(Traits::head_dim_vo % 128 == 0 && Traits::head_dim_qk % 16 == 0, "blocks of two teams, whole steps");
   static_assert(Traits::warps_q == 1 && Traits::warps_kv == Warps::team && Traits::warps_v == Warps::teams);
@@ -76,7 +74,6 @@ struct LatentShared {
   alignas(128) float4 exchange[Warps::teams][rows / 8][32 * Warps::team];  // of each team's sums of scores
   i32 pages_ahead[Traits::loader == Loader::rows && !converts ? Traits::stages : 1][tokens];  // of LatentRows
   alignas(16) u8 scales[converts ? tokens : 1][scale_bytes];          // of the rows that are converted
-  alignas(16) u8 arriving[max_of(1, Warps::converters)][max_of(1, pieces_ahead)][converts ? 32 : 1][16];  // pieces
   Present present[is_selected ? Traits::stages : 1][tokens / noted];  // of a slot
   float top[Warps::teams][Warps::team][rows];                         // maxima of the warps' scores
   float sum[Warps::teams][Warps::team][rows];
