@@ -27,6 +27,7 @@ TITLES = {  # sections in the order of the page
     "fp8-prefill": "Prefill with e4m3 queries, keys and values",
     "formats": "Caches of 4 and 8 bits",
     "mla": "Latent rows (MLA)",
+    "sparse": "Latent rows of 656 bytes, by lists of tokens and by pages",
     "energy": "Energy of long prompts",
     "host": "Host time of plan and run",
     "sglang": "SGLang, tokens per second by attention backend",
@@ -163,23 +164,32 @@ def ranks_table(lines: list[Line]) -> str:
     return f"{words}\n\n{table(header, rows)}"
 
 
-def formats_table(lines: list[Line]) -> str:
-    """Times by format, and their share of e4m3's."""
+FORMAT_WORDS = (
+    "Microseconds, and in brackets the share of e4m3's; `append` are rows over a cached prefix, `fill` writes."
+)
+
+
+def sparse_table(lines: list[Line]) -> str:
+    return formats_table(lines, "bf16", "Microseconds, and in brackets the share of bf16's.")
+
+
+def formats_table(lines: list[Line], of: str = "float8_e4m3fn", words: str = FORMAT_WORDS) -> str:
+    """Times by format, and their share of one format's."""
     names = list(dict.fromkeys(name for line in lines for name in line["us"]))
     rows = []
     for line in lines:
         us = line["us"]
         cells = [f"{us[name]:,.1f}" if name in us else "" for name in names]
-        base = us.get("float8_e4m3fn")
+        base = us.get(of)
         if base is not None:
             cells = [f"{cell} ({us[name] / base:.2f})" if cell else "" for cell, name in zip(cells, names, strict=True)]
         rows.append([line["case"], *cells])
-    words = "Microseconds, and in brackets the share of e4m3's; `append` are rows over a cached prefix, `fill` writes."
     return f"{words}\n\n{table(['case', *names], rows)}"
 
 
 TABLES = {  # of other sections: card_table
     "formats": formats_table,
+    "sparse": sparse_table,
     "energy": energy_table,
     "host": host_table,
     "sglang": engine_table,

@@ -1,0 +1,142 @@
+"""Decode over latent rows (MLA) in bf16 and in DeepSeek's rows of 656 bytes, by lists of tokens (sparse attention) and
+by pages, in turns with FlashMLA where it is installed.
+
+FlashMLA takes 64 and 128 heads; fewer are padded to 64, as engines do. `--small --device cpu` runs tiny shapes: it only
+shows that the program works.
+
+    python tests/bench/sparse.py --json sparse.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import statistics
+from typing import Any
+
+import torch
+from gpu import GpuClock, HostClock, rounds_of
+from peers import Call
+from record import Recorder
+
+import flashpage
+
+SM_SCALE, PAGE, CKV, KPE, ROW_BYTES = 192**-0.5, 64, 512, 64, 656
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseCase:
+    heads: int
+    batch: int
+    top_k: int = 2048  # 0: all tokens, by pages
+    context: int = 8192
+
+    @property
+    def name(self) -> str:
+        return f"{self.heads} heads, batch {self.batch}, " + (f"top-k {self.top_k:,}" if self.top_k else "all of 8k")
+
+    def shrunk(self) -> SparseCase:
+        return dataclasses.replace(self, heads=min(self.heads, 16), batch=2, top_k=min(self.top_k, 100), context=256)
+
+
+CASES = (
+    *(SparseCase(heads, 128) for heads in (16, 32, 64)),
+    SparseCase(128, 64),
+    *(SparseCase(heads, 64, 0) for heads in (16, 64, 128)),
+)
+
+
+class SparseBatch:
+    """A pool of each format with the same values, and each request's list of slots."""
+
+    def __init__(self, case: SparseCase, device: torch.device) -> None:
+        self.case, self.device = case, device
+        tokens = case.batch * case.context
+        kinds: dict[str, Any] = {"device": device, "dtype": torch.int32}
+        self.rows = torch.randn(tokens, CKV + KPE, device=device).bfloat16()
+        self.pages = torch.arange(tokens // PAGE, **kinds)
+        self.page_indptr = torch.arange(case.batch + 1, **kinds) * (case.context // PAGE)
+        self.lens = torch.full((case.batch,), case.context, **kinds)
+        self.q = torch.randn(case.batch, case.heads, CKV + KPE, device=device).bfloat16()
+        self.bf16 = self.rows.view(-1, PAGE, CKV + KPE)
+        self.bytes = torch.zeros(tokens // PAGE, PAGE, ROW_BYTES, dtype=torch.uint8, device=device)
+        token = torch.arange(tokens, **kinds)
+        places = token // case.context, token % case.context
+        last = torch.full((case.batch,), PAGE, **kinds)
+        lists = (*places, self.bytes, None, self.pages, self.page_indptr, last)
+        ckv, kpe = self.rows[:, :CKV].contiguous(), self.rows[:, CKV:].contiguous()
+        flashpage.append_paged_mla_kv_cache(ckv, kpe, *lists, kv_row_format="deepseek_v32")
+        listed = [torch.randperm(case.context)[: case.top_k] + i * case.context for i in range(case.batch)]
+        self.lists = torch.stack(listed).int().to(device)
+
+    def flashpage(self, is_stored: bool) -> Call:
+        workspace = torch.empty(512 << 20 if self.device.type == "cuda" else 16 << 20, dtype=torch.uint8)
+        workspace, case = workspace.to(self.device), self.case
+        stored = {"kv_row_format": "deepseek_v32"} if is_stored else {}
+        cache = self.bytes if is_stored else self.bf16
+        sizes = {"num_heads": case.heads, "head_dim_ckv": CKV, "head_dim_kpe": KPE, "page_size": PAGE}
+        kinds: dict[str, Any] = {"sm_scale": SM_SCALE, "q_data_type": torch.bfloat16} | stored
+        if case.top_k:
+            sparse = flashpage.BatchMLASparseAttentionWrapper(workspace)
+            sparse.plan(self.lists, **sizes, **kinds)
+            return lambda: sparse.run(query=self.q, kv_cache=cache)
+        if not is_stored:
+            kinds["kv_data_type"] = torch.bfloat16
+        wrapper = flashpage.BatchMLAPagedAttentionWrapper(workspace)
+        q_indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=self.device)
+        metadata = flashpage.MLAPlanMetadata.csr(q_indptr, self.page_indptr, self.pages, self.lens)
+        wrapper.plan(metadata=metadata, causal=False, **sizes, **kinds)
+        return lambda: wrapper.run(query=self.q, kv_cache=cache)
+
+    def flashmla(self) -> Call:
+        import flash_mla
+
+        case, heads = self.case, max(64, self.case.heads)
+        q = torch.zeros(case.batch, 1, heads, CKV + KPE, dtype=torch.bfloat16, device=self.device)
+        q[:, 0, : case.heads] = self.q
+        schedule, cache = flash_mla.get_mla_metadata()[0], self.bytes.unsqueeze(2)
+        options = {"indices": self.lists.unsqueeze(1), "is_fp8_kvcache": True, "softmax_scale": SM_SCALE}
+        given = (q, cache, None, None, CKV, schedule)
+        return lambda: flash_mla.flash_mla_with_kvcache(*given, **options, use_legacy=True)[0][:, 0, : case.heads]
+
+    def error(self, out: torch.Tensor) -> float:
+        """Relative error of the first request against fp64 over bf16 rows."""
+        tokens = self.rows[self.lists[0].long()] if self.case.top_k else self.rows[: self.case.context]
+        scores = self.q[0].double() @ tokens.double().T * SM_SCALE
+        expected = scores.softmax(-1) @ tokens[:, :CKV].double()
+        return float((out[0].double() - expected).norm() / expected.norm())
+
+
+def measure(case: SparseCase, device: torch.device, rounds: int, clock: GpuClock | HostClock) -> dict[str, Any]:
+    torch.manual_seed(0)
+    batch = SparseBatch(case, device)
+    calls: dict[str, Call] = {"bf16": batch.flashpage(False), "656 bytes": batch.flashpage(True)}
+    if case.top_k and device.type == "cuda" and importlib.util.find_spec("flash_mla"):
+        calls["656 bytes by FlashMLA"] = batch.flashmla()
+    errors = {name: float(f"{batch.error(call()):.2g}") for name, call in calls.items()}
+    spent = rounds_of({name: clock.capture(call) for name, call in calls.items()}, rounds, clock)
+    us = {name: round(statistics.median(times), 1) for name, times in spent.items()}
+    print(f"| {case.name} | " + " | ".join(f"{name} {time} ({errors[name]})" for name, time in us.items()), flush=True)
+    return {"us": us, "errors": errors}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
+    chosen = parser.parse_args()
+    device, recorder = torch.device(chosen.device), Recorder(chosen.json)
+    clock = GpuClock(chosen.repeats) if device.type == "cuda" else HostClock(chosen.repeats)
+    for case in CASES:
+        if chosen.only in case.name:
+            found = measure(case.shrunk() if chosen.small else case, device, chosen.rounds, clock)
+            recorder.add("sparse", case.name, **found)
+
+
+if __name__ == "__main__":
+    main()
