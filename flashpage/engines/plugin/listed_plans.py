@@ -1,0 +1,49 @@
+"""Plans of layers whose rows of q read lists of tokens (DSA)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...wrappers.latent_sparse import BatchMLASparseAttentionWrapper
+from .group_plans import Workspaces
+
+WORKSPACE_BYTES = 256 << 20
+
+
+class ListedPlans:
+    """The attention objects of a group of layers, by rows of q. A plan depends on nothing else, as it takes all lists
+    for full ones: entries of -1 read nothing.
+
+    Args:
+        arguments: of BatchMLASparseAttentionWrapper.plan.
+        kept_rows: plans of at most so many rows are kept, as captured steps have them; one of more rows is kept.
+    """
+
+    def __init__(self, arguments: dict[str, Any], kept_rows: int, device: torch.device, workspaces: Workspaces) -> None:
+        self._arguments, self._kept_rows, self._device = arguments, kept_rows, device
+        self._workspaces = workspaces
+        self._kept: dict[int, BatchMLASparseAttentionWrapper] = {}
+        self._other: tuple[int, BatchMLASparseAttentionWrapper] | None = None
+
+    def plan(self, lists: torch.Tensor) -> None:
+        """Plans for as many rows and entries as `lists` has, if there is no plan for them; not while a step is
+        captured."""
+        rows = len(lists)
+        if rows == 0 or rows in self._kept or (self._other is not None and self._other[0] == rows):
+            return
+        workspace = self._workspaces.at_least(WORKSPACE_BYTES, self._device)
+        if rows <= self._kept_rows:
+            found = self._kept[rows] = BatchMLASparseAttentionWrapper(workspace, use_cuda_graph=True, num_rows=rows)
+        else:
+            found = BatchMLASparseAttentionWrapper(workspace) if self._other is None else self._other[1]
+            self._other = rows, found
+        found.plan(lists, **self._arguments)
+
+    def of(self, rows: int) -> BatchMLASparseAttentionWrapper:
+        """The attention that was planned for so many rows."""
+        if rows in self._kept:
+            return self._kept[rows]
+        assert self._other is not None and self._other[0] == rows
+        return self._other[1]
