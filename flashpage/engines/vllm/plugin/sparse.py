@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
+from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
@@ -25,27 +26,37 @@ ROW_BYTES = 656  # of vLLM's cache type fp8_ds_mla
 _STORED = "fp8_ds_mla"
 
 
-@dataclasses.dataclass
-class SparseMetadata:
-    """A step. Of the fields that vLLM's builder fills in, its common classes read most."""
+if hasattr(sparse_mla_attention, "SparseMLACommonMetadata"):
+    _Base: Any = sparse_mla_attention.SparseMLACommonMetadata
+else:  # vLLM 0.26
 
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-    num_actual_tokens: int
-    query_start_loc: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    req_id_per_token: torch.Tensor
-    seq_lens: torch.Tensor
-    block_size: int
-    topk_tokens: int
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    prefill_max_seq_len: int = 0
-    prefill: Any = None
-    cp_kv_cache_interleave_size: int = 1
+    @dataclasses.dataclass(kw_only=True)
+    class _Fields:
+        num_reqs: int
+        max_query_len: int
+        max_seq_len: int
+        num_actual_tokens: int
+        query_start_loc: torch.Tensor
+        slot_mapping: torch.Tensor
+        block_table: torch.Tensor
+        req_id_per_token: torch.Tensor
+        seq_lens: torch.Tensor
+        block_size: int
+        topk_tokens: int
+        num_decodes: int
+        num_prefills: int
+        num_decode_tokens: int
+        prefill_max_seq_len: int = 0
+        prefill: Any = None
+        cp_kv_cache_interleave_size: int = 1
+
+    _Base = _Fields
+
+
+@dataclasses.dataclass(kw_only=True)
+class SparseMetadata(_Base):
+    """A step, as vLLM's builder and common classes know it, and its plans."""
+
     plans: ListedPlans | None = None
 
 
