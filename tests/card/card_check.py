@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from profiles import PROFILES  # noqa: E402
 
 SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
+SANITIZED = ("RTX 4090", "A100", "B200")  # profiles: 99 KiB and e4m3 products, sm_80 alone, decode_sm90 on Blackwell
 ALONE = ("test_card_errors",)  # measure milliseconds of a new process, next to no other one
 NO_TESTS = 5  # pytest's status for a file without a marked test
 
@@ -48,14 +49,30 @@ class Outcome:
         return self.status in (0, NO_TESTS)
 
 
+def as_card(name: str) -> tuple[str, ...]:
+    """Begins a command that plans as on the card of this name."""
+    return "env", f"FLASHPAGE_CARD={name}"
+
+
+def builds(with_sanitized_profiles: bool) -> list[Check]:
+    """What compiles kernels before the checks, on all cores: sanitizers slow compilers down, and parallel processes
+    would wait for each other's kernels."""
+    command = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--only-prebuild")
+    found = [Check("kernels", command)]
+    for name in SANITIZED if with_sanitized_profiles else ():
+        found.append(Check(f"kernels {name}", (*as_card(name), *command, "--reduced")))
+    return found
+
+
 def checks(with_sanitizers: bool, with_profiles: bool = False) -> list[Check]:
     """All checks, the longest first. The case table under other cards' profiles has a process for each."""
     harness = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--reduced")
-    tools = [
-        Check(tool[0], ("compute-sanitizer", "--error-exitcode", "1", "--tool", *tool, *harness))
-        for tool in SANITIZERS
-        if with_sanitizers
-    ]
+    tools = []
+    for tool in SANITIZERS if with_sanitizers else ():
+        command = ("compute-sanitizer", "--error-exitcode", "1", "--tool", *tool, *harness)
+        tools.append(Check(tool[0], command))
+        for name in SANITIZED if with_profiles else ():
+            tools.append(Check(f"{tool[0]} {name}", (*as_card(name), *command)))
     files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: (path.stem != "test_cases", path.stem))
     files = [path for path in files if path.stem != "test_card_profiles"]
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda")
@@ -107,7 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes at a time")
     parser.add_argument("--no-sanitizers", action="store_true")
-    parser.add_argument("--profiles", action="store_true", help="the case table with the tiles of other cards, too")
+    parser.add_argument("--profiles", action="store_true", help="with the tiles of other cards, too")
     parser.add_argument("--logs", type=Path, help="folder for the output of each process (default: a temporary one)")
     parser.add_argument("--limit", type=float, default=900.0, help="most seconds of a process")
     arguments = parser.parse_args()
@@ -122,9 +139,8 @@ def main() -> int:
     cards = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="flashpage-card-"))
     logs.mkdir(parents=True, exist_ok=True)
-    # Once, on all cores: sanitizers slow compilers down, and parallel processes would wait for each other's kernels.
-    kernels = Check("kernels", (sys.executable, "tests/support/harness.py", "--device", "cuda", "--only-prebuild"))
-    if run_all([kernels], cards, 1, logs, arguments.limit):
+    kernels = builds(arguments.profiles and not arguments.no_sanitizers)
+    if run_all(kernels, cards, 1, logs, arguments.limit):
         return 1
     wanted = checks(not arguments.no_sanitizers, arguments.profiles)
     alone = [check for check in wanted if check.name in ALONE]

@@ -23,6 +23,17 @@ def test_every_file_is_run() -> None:
     assert profiles == [f"profile {name}" for name in PROFILES]
 
 
+def test_tools_run_under_profiles() -> None:
+    found = {check.name: check.command for check in card_check.checks(True, True)}
+    built = {check.name: check.command for check in card_check.builds(True)}
+    for name in card_check.SANITIZED:
+        assert name in PROFILES
+        assert built[f"kernels {name}"][:2] == ("env", f"FLASHPAGE_CARD={name}")
+        for tool, *_ in card_check.SANITIZERS:
+            assert found[f"{tool} {name}"] == ("env", f"FLASHPAGE_CARD={name}", *found[tool])
+    assert [check.name for check in card_check.builds(False)] == ["kernels"]
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [
