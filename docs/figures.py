@@ -164,16 +164,16 @@ def ranks_table(lines: list[Line]) -> str:
     return f"{words}\n\n{table(header, rows)}"
 
 
-FORMAT_WORDS = (
-    "Microseconds, and in brackets the share of e4m3's; `append` are rows over a cached prefix, `fill` writes."
-)
+def formats_table(lines: list[Line]) -> str:
+    more = "; `append` are rows over a cached prefix, `fill` writes"
+    return shares_table(lines, "float8_e4m3fn", f"Microseconds, and in brackets the share of e4m3's{more}.")
 
 
 def sparse_table(lines: list[Line]) -> str:
-    return formats_table(lines, "bf16", "Microseconds, and in brackets the share of bf16's.")
+    return shares_table(lines, "bf16", "Microseconds, and in brackets the share of bf16's.")
 
 
-def formats_table(lines: list[Line], of: str = "float8_e4m3fn", words: str = FORMAT_WORDS) -> str:
+def shares_table(lines: list[Line], of: str, words: str) -> str:
     """Times by format, and their share of one format's."""
     names = list(dict.fromkeys(name for line in lines for name in line["us"]))
     rows = []

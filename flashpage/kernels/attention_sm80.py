@@ -22,7 +22,7 @@ from .kernel import (
     latent_options,
 )
 from .spec import KernelSpec
-from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, Cost, Tile
+from .tile import FEW_MERGE_ITEM_ROWS, MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work
 
 # The least shared memory of a CTA in bytes: an A100 has 163 KiB, Hopper and later cards of data centres 227, others 99.
@@ -232,10 +232,12 @@ def _few_rows_tile(work: Work) -> Tile:
 def _cost(work: Work, tile: Tile) -> Cost:
     if work.options.is_latent:
         ns_per_token = work.options.token_bytes / work.card.sm_bytes_per_ns
-        return Cost(False, max(ns_per_token, work.card.compute_ns(1.2 * tile.tile_q)), 2e3, 2e3, 128, MERGE_CTA_ROWS)
+        return Cost(
+            False, max(ns_per_token, work.card.compute_ns(1.2 * tile.tile_q)), 2e3, 2e3, 128, FEW_MERGE_ITEM_ROWS
+        )
     if _is_few(work):
         ns_per_token = _token_bytes(work) / work.card.sm_bytes_per_ns * tile.ctas_per_sm
-        return Cost(False, ns_per_token, 1500.0, 1500.0, 128, MERGE_CTA_ROWS)
+        return Cost(False, ns_per_token, 1500.0, 1500.0, 128, FEW_MERGE_ITEM_ROWS)
     token, unit, piece = _row(work).ns
     return many_rows_cost(work, work.card.compute_ns(token), unit, piece)
 

@@ -52,6 +52,6 @@ class Cost:
     cluster: ClusterCost = ClusterCost(0, 0.0, 0.0, 1.0)
 
 
-MERGE_CTA_ROWS = 8  # rows that a CTA of kernels/helpers/merge.h merges at a time, one in each warp
-MERGE_COLUMNS = 128  # columns that a warp of it merges at a time
+MERGE_COLUMNS = 128  # columns that a warp of kernels/helpers/merge.h merges at a time
 MERGE_ITEM_ROWS = 64  # rows of a merge item
+FEW_MERGE_ITEM_ROWS = 8  # the same, of kernels whose units may have fewer rows

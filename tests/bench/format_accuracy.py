@@ -93,7 +93,7 @@ def error_of(name: str, kind: str, device: str, reader: str = "flashpage") -> fl
     indices = torch.arange(BATCH * TOKENS // PAGE, **numbers)
     token = torch.arange(BATCH * TOKENS, **numbers)
     places = (token // TOKENS, token % TOKENS, indices, indptr, last)
-    workspace = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    workspace = torch.empty(64 << 20, dtype=torch.uint8, device=device)  # FlashInfer reads nvfp4 by tensor cores alone
     wrapper = importlib.import_module(reader).BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=True)
     types: dict[str, Any] = {"q_data_type": torch.bfloat16}
     if name in FORMATS:

@@ -1,5 +1,5 @@
 """Decode and prefill over caches of 4 and 8 bits, next to bf16 and e4m3, and the appends that fill them, in turns; if
-FlashInfer is installed, also its decode over the same nvfp4 cache.
+FlashInfer is installed, also its time over the same nvfp4 cache.
 
 `--json` appends each case as a line of data: microseconds by format, and how far its output is from bf16's.
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import statistics
@@ -78,35 +77,22 @@ class Cache:
 
     @property
     def plan_arguments(self) -> dict[str, Any]:
+        if self.name == "nvfp4":
+            return {"kv_data_type": torch.uint8}  # as FlashInfer says it
         return {"kv_format": self.name} if self.scales else {"kv_data_type": getattr(torch, self.name)}
 
 
-def flashinfer_decode(case: Case, cache: Cache, q: torch.Tensor) -> Run | None:
-    """FlashInfer over the same nvfp4 cache, if it is installed."""
-    if case.q_len > 1 or q.device.type == "cpu" or importlib.util.find_spec("flashinfer") is None:
-        return None
-    workspace, table = torch.empty(1 << 30, dtype=torch.uint8, device=q.device), cache.table
-    module = importlib.import_module("flashinfer")
-    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=True)
-    heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
-    pages = (table.indptr, table.indices, table.last_page_len)
-    wrapper.plan(*pages, *heads, q_data_type=q.dtype, kv_data_type=torch.uint8)
-    run: Run = functools.partial(wrapper.run, q, cache.parts, kv_cache_sf=cache.scales, k_scale=1.0, v_scale=1.0)
-    run()  # compiles its kernel
-    return run
-
-
-def attention(case: Case, cache: Cache, q: torch.Tensor, q_indptr: torch.Tensor) -> Run:
-    device, table = q.device, cache.table
+def attention(case: Case, cache: Cache, q: torch.Tensor, q_indptr: torch.Tensor, library: str = "flashpage") -> Run:
+    device, table, module = q.device, cache.table, importlib.import_module(library)
     workspace = torch.empty(1 << 30 if device.type == "cuda" else 16 << 20, dtype=torch.uint8, device=device)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
     pages = (table.indptr, table.indices, table.last_page_len)
     out = torch.empty_like(q)
     if case.q_len == 1:
-        wrapper: Any = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace)
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=True)  # FlashInfer's for nvfp4
         wrapper.plan(*pages, *heads, q_data_type=q.dtype, **cache.plan_arguments)
     else:
-        wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace)
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace)
         wrapper.plan(q_indptr, *pages, *heads, causal=True, q_data_type=q.dtype, **cache.plan_arguments)
     return lambda: wrapper.run(q, cache.parts, out=out, **cache.run_arguments)
 
@@ -128,11 +114,13 @@ def measure(case: Case, rounds: int, clock: GpuClock | HostClock, device: torch.
         errors: dict[str, float] = {}
     else:
         runs = {name: attention(case, cache, q, q_indptr) for name, cache in caches.items()}
-        try:
-            if (peer := flashinfer_decode(case, caches["nvfp4"], q)) is not None:
+        if device.type == "cuda" and importlib.util.find_spec("flashinfer"):
+            try:
+                peer = attention(case, caches["nvfp4"], q, q_indptr, "flashinfer")
+                peer()  # compiles its kernel
                 runs["nvfp4 by FlashInfer"] = peer
-        except Exception as failure:
-            print(f"{case.name}: FlashInfer refused: {failure}".splitlines()[0])
+            except Exception as failure:
+                print(f"{case.name}: FlashInfer refused: {failure}".splitlines()[0])
         exact = runs["bfloat16"]().float()
         errors = {name: float((run().float() - exact).norm() / exact.norm()) for name, run in runs.items()}
         if not max(errors.values()) < 0.5:

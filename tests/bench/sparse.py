@@ -70,9 +70,10 @@ class SparseBatch:
         listed = [torch.randperm(case.context)[: case.top_k] + i * case.context for i in range(case.batch)]
         self.lists = torch.stack(listed).int().to(device)
 
-    def flashpage(self, is_stored: bool) -> Call:
-        workspace = torch.empty(512 << 20 if self.device.type == "cuda" else 16 << 20, dtype=torch.uint8)
-        workspace, case = workspace.to(self.device), self.case
+    def own_call(self, is_stored: bool) -> Call:
+        """flashpage over rows of 656 bytes, or over those of bf16."""
+        size, case = 512 << 20 if self.device.type == "cuda" else 16 << 20, self.case
+        workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
         stored = {"kv_row_format": "deepseek_v32"} if is_stored else {}
         cache = self.bytes if is_stored else self.bf16
         sizes = {"num_heads": case.heads, "head_dim_ckv": CKV, "head_dim_kpe": KPE, "page_size": PAGE}
@@ -89,7 +90,7 @@ class SparseBatch:
         wrapper.plan(metadata=metadata, causal=False, **sizes, **kinds)
         return lambda: wrapper.run(query=self.q, kv_cache=cache)
 
-    def flashmla(self) -> Call:
+    def flashmla_call(self) -> Call:
         import flash_mla
 
         case, heads = self.case, max(64, self.case.heads)
@@ -111,9 +112,9 @@ class SparseBatch:
 def measure(case: SparseCase, device: torch.device, rounds: int, clock: GpuClock | HostClock) -> dict[str, Any]:
     torch.manual_seed(0)
     batch = SparseBatch(case, device)
-    calls: dict[str, Call] = {"bf16": batch.flashpage(False), "656 bytes": batch.flashpage(True)}
+    calls: dict[str, Call] = {"bf16": batch.own_call(False), "656 bytes": batch.own_call(True)}
     if case.top_k and device.type == "cuda" and importlib.util.find_spec("flash_mla"):
-        calls["656 bytes by FlashMLA"] = batch.flashmla()
+        calls["656 bytes by FlashMLA"] = batch.flashmla_call()
     errors = {name: float(f"{batch.error(call()):.2g}") for name, call in calls.items()}
     spent = rounds_of({name: clock.capture(call) for name, call in calls.items()}, rounds, clock)
     us = {name: round(statistics.median(times), 1) for name, times in spent.items()}

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from profiles import PROFILES  # noqa: E402
 
 SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
-SANITIZED = ("RTX 4090", "A100", "B200")  # profiles: 99 KiB and e4m3 products, sm_80 alone, decode_sm90 on Blackwell
+SANITIZED_PROFILES = ("RTX 4090", "A100", "B200")  # 99 KiB and e4m3 products; sm_80 alone; decode_sm90 on Blackwell
 ALONE = ("test_card_errors",)  # measure milliseconds of a new process, next to no other one
 NO_TESTS = 5  # pytest's status for a file without a marked test
 
@@ -59,7 +59,7 @@ def builds(with_sanitized_profiles: bool) -> list[Check]:
     would wait for each other's kernels."""
     command = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--only-prebuild")
     found = [Check("kernels", command)]
-    for name in SANITIZED if with_sanitized_profiles else ():
+    for name in SANITIZED_PROFILES if with_sanitized_profiles else ():
         found.append(Check(f"kernels {name}", (*as_card(name), *command, "--reduced")))
     return found
 
@@ -71,7 +71,7 @@ def checks(with_sanitizers: bool, with_profiles: bool = False) -> list[Check]:
     for tool in SANITIZERS if with_sanitizers else ():
         command = ("compute-sanitizer", "--error-exitcode", "1", "--tool", *tool, *harness)
         tools.append(Check(tool[0], command))
-        for name in SANITIZED if with_profiles else ():
+        for name in SANITIZED_PROFILES if with_profiles else ():
             tools.append(Check(f"{tool[0]} {name}", (*as_card(name), *command)))
     files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: (path.stem != "test_cases", path.stem))
     files = [path for path in files if path.stem != "test_card_profiles"]
@@ -124,7 +124,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes at a time")
     parser.add_argument("--no-sanitizers", action="store_true")
-    parser.add_argument("--profiles", action="store_true", help="with the tiles of other cards, too")
+    parser.add_argument(
+        "--profiles", action="store_true", help="tables and sanitizers with the tiles of other cards, too"
+    )
     parser.add_argument("--logs", type=Path, help="folder for the output of each process (default: a temporary one)")
     parser.add_argument("--limit", type=float, default=900.0, help="most seconds of a process")
     arguments = parser.parse_args()

@@ -26,7 +26,7 @@ def test_every_file_is_run() -> None:
 def test_tools_run_under_profiles() -> None:
     found = {check.name: check.command for check in card_check.checks(True, True)}
     built = {check.name: check.command for check in card_check.builds(True)}
-    for name in card_check.SANITIZED:
+    for name in card_check.SANITIZED_PROFILES:
         assert name in PROFILES
         assert built[f"kernels {name}"][:2] == ("env", f"FLASHPAGE_CARD={name}")
         for tool, *_ in card_check.SANITIZERS:

@@ -18,8 +18,8 @@ struct Merge {
   static constexpr int columns_a_step = 32 * 4;           // flashpage/kernels/tile.py, MERGE_COLUMNS
   static constexpr bool by_columns = Traits::by_columns;  // rows have many columns
   static constexpr int most_steps = 4;                    // of a row's columns that a warp loads at the same time
-  // Rows that are enough for whole rows by warps, and jobs that are enough for one warp each: half of the warps that a
-  // card of 132 SMs has at once, and twice as many.
+  // A card of 132 SMs has 2,112 warps of this kernel at once. From half as many rows on, each has a warp, and jobs are
+  // shared as long as that takes at most twice as many warps.
   static constexpr int enough_rows = 1024, enough_jobs = 4096;
 
   struct Shared {
