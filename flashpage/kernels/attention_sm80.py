@@ -328,6 +328,7 @@ KERNEL = AttentionKernel(
     tile=_tile,
     cost=_cost,
     row_alignment=16,
+    on_eight=lambda spec: spec,
     scale_alignment=8,
     traits=_traits,
     ahead=_AHEAD,

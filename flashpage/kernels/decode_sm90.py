@@ -6,6 +6,7 @@ It was never run on Blackwell. Cards with 99 KiB of shared memory have half as m
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 from . import kv_formats
@@ -208,6 +209,13 @@ def _line_bytes(spec: KernelSpec) -> int:
     return NARROW_LINE_BYTES if is_narrow else LINE_BYTES
 
 
+def _on_eight(spec: KernelSpec) -> KernelSpec:
+    """Boxes start on 16 bytes."""
+    if spec.loader == "rows" or spec.tile is None:
+        return spec
+    return dataclasses.replace(spec, loader="rows", tile=dataclasses.replace(spec.tile, stages=_FORMAT_ROWS_STAGES))
+
+
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
     layout = "narrow" if _line_bytes(spec) == NARROW_LINE_BYTES else "swizzled"
     return attention_traits(spec, spec.q_dtype.widened, spec.kv_dtype, layout)
@@ -260,6 +268,7 @@ KERNEL = AttentionKernel(
     cost=_cost,
     loader=boxes_or_rows,
     row_alignment=16,
+    on_eight=_on_eight,
     scale_alignment=16,
     merges_in_launch=True,
     line_bytes=_line_bytes,

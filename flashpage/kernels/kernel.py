@@ -66,6 +66,8 @@ class AttentionKernel(Kernel):
     visits_mask_tiles: Callable[[Options], bool] = lambda options: False  # only those of mask_tiles
     most_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 if rows are not multiples of it
+    # The spec that reads rows of formats with scales which start on 8 bytes, for the same plan; None: none does.
+    on_eight: Callable[[KernelSpec], KernelSpec | None] = lambda spec: None
     scale_alignment: int = 1  # bytes on which a token's scales start (formats), as far as a row's number allows
     most_cache_bytes: Callable[[KernelSpec], int] = lambda spec: ANY_BYTES  # that K or V may span
     merges_in_launch: bool = False  # CUDA: partials are merged without another launch, unless they are many

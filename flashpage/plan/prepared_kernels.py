@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 
@@ -9,7 +10,7 @@ import torch
 
 from .. import jit, native, variants
 from ..base import tensor_memory
-from ..base.errors import PlanError, VariantError
+from ..base.errors import PlanError, RunError, VariantError
 from ..base.log import LOGGER
 from ..kernels import choose, helpers, schedules
 from ..kernels.context_classes import ContextClass
@@ -38,6 +39,7 @@ class PreparedKernels:
     __slots__ = (
         *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "merge_ctas"),
         *("most_merge_ctas", "most_pieces_merged", "options", "problem", "read", "schedule", "schedule_address"),
+        "_on_eight",
     )
 
     def __init__(
@@ -79,6 +81,27 @@ class PreparedKernels:
             units = schedules.most_units(options, self.schedule.tile_q, *fixed_for)
             self.schedule, self.cluster_size = schedules.with_one_cluster_size(self.schedule, units)
         self.schedule_address = ctypes.addressof(self.schedule)
+        self._on_eight: PreparedKernels | None = None
+
+    @property
+    def has_on_eight(self) -> bool:
+        return self.gather_rows is None and self.choice.kernel.on_eight(self.choice.spec) is not None
+
+    def on_eight(self, device: torch.device) -> PreparedKernels:
+        """For rows of formats with scales that start on 8 bytes, if there is a kernel for such (has_on_eight)."""
+        spec = self.choice.kernel.on_eight(self.choice.spec)
+        if spec is None or self.gather_rows is not None:
+            raise RunError(
+                f"{self.choice.spec.kernel} reads rows that start on 16 bytes, and those of this cache do not: pass K "
+                "and V whose strides are multiples of 16 bytes, such as a copy by .contiguous()."
+            )
+        if spec == self.choice.spec:
+            return self
+        if self._on_eight is None:
+            found = copy.copy(self)
+            found.choice, found.attention = dataclasses.replace(self.choice, spec=spec), jit.get_kernel(spec, device)
+            self._on_eight = found
+        return self._on_eight
 
     def merges_after(self, result: native.PlanResult) -> int:
         """Merges of a plan for a launch after the attention kernel."""

@@ -50,7 +50,7 @@ class Binding:
             "scale_masks",
             "scales",
         ),
-        *("requests", "signature", "sinks", "sm_scale", "stamps", "traced", "values", "variant", "views"),
+        *("on_eight", "requests", "signature", "sinks", "sm_scale", "stamps", "traced", "values", "variant", "views"),
     )
 
     def __init__(
@@ -179,7 +179,7 @@ class Binding:
     def _bind_alignment(self, out_strides: tuple[int, int], k: kv_view.View, v: kv_view.View) -> None:
         options, params = self.combination.options, self.params
         kernel = self.combination.prepared.choice.kernel.row_alignment
-        self.alignment_mask = 0
+        self.alignment_mask, self.on_eight = 0, False
         rows = (
             ("q", (params.q_row_stride, params.q_head_stride), options.head_dim_qk, options.q_dtype),
             ("K", k[4:], k.head_dim, options.kv_dtype),
@@ -189,9 +189,22 @@ class Binding:
         for name, strides, dim, dtype in rows:
             dim = 16 if options.packed_rows is not None and name in "KV" else dim  # which hold parts of 16 bytes
             alignment = kv_view.row_alignment(kernel, dim, dtype.size)
-            kv_view.check_alignment(tuple(strides), dtype.size, alignment, name)
             self.alignment_mask |= alignment - 1
+            if options.has_formats and name in "KV" and any(stride % alignment for stride in strides):
+                alignment, self.on_eight = self._stored_alignment(alignment), True
+            kv_view.check_alignment(tuple(strides), dtype.size, alignment, name)
         self.bound_run.alignment_mask = self.alignment_mask
+
+    def _stored_alignment(self, alignment: int) -> int:
+        """Of rows of formats that do not start on `alignment` bytes, as those of rows with their scales behind them."""
+        parts = self.combination.parts
+        return min(alignment, 8) if all(part.prepared.has_on_eight for part in parts) else alignment
+
+    def _parts(self) -> tuple[Part, ...]:
+        parts = self.combination.parts
+        if not self.on_eight:
+            return parts
+        return tuple(part._replace(prepared=part.prepared.on_eight(self.device)) for part in parts)
 
     def _check_span(self, k: kv_view.View, v: kv_view.View) -> None:
         choice, size = self.combination.prepared.choice, self.combination.options.kv_dtype.size
@@ -207,7 +220,7 @@ class Binding:
     def refresh(self, planner: Planner) -> None:
         """Switches to the newest plan."""
         combination, batch = self.combination, planner.batch
-        parts, options = combination.parts, combination.options
+        parts, options = self._parts(), combination.options
         self.requests = batch.requests if batch.capacity is None else batch.capacity.batch
         if not self.has_numbers:  # scales of requests must be as many as the new plan's
             self.scales = (None, None, None)  # which is not NO_SCALES
@@ -252,7 +265,7 @@ class Binding:
     def set_trace(self, stamps: Sequence[torch.Tensor]) -> None:
         """Until the next plan, runs write clock stamps, one tensor for each part of the batch (run/stamps.py); no
         tensors: until now."""
-        launches, parts = self.launches.attentions, self.combination.parts
+        launches, parts = self.launches.attentions, self._parts()
         self.stamps = tuple(stamps)
         for i, (launch, its, part) in enumerate(zip(launches, self.parts, parts, strict=False)):
             kernel = part.prepared.attention

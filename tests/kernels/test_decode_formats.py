@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import math
 from pathlib import Path
+from typing import Any
 
 import format_rows
 import pytest
@@ -31,6 +32,7 @@ from flashpage.variants.variant import builtin
 
 _EDGES = (0, 1, 17, 33, 129, 300)
 _PAIR = (130, 9)
+_NARROW: dict[str, Any] = {"cache": "narrow", "head_dim": 128, "kv_format": "nvfp4"}
 # Few builds: rows with the same formats, dims, loader and rows of a unit share one.
 CASES = [
     decode(
@@ -78,6 +80,9 @@ CASES = [
     decode("int8", "scales of tokens", _EDGES, kv_format="int8_token"),
     decode("e4m3", "scales of tokens, single rows", _PAIR, head_dim=128, kv_format="e4m3_token", page_size=1),
     decode("pair", "K and V differ in bits", _PAIR, head_dim=128, kv_format="nvfp4+float8_e4m3fn"),
+    decode("narrow", "rows on 8 bytes, at most eight packed rows", _PAIR, **_NARROW),
+    decode("narrow-16", "the same with sixteen", _PAIR, q_len=4, num_q_heads=8, **_NARROW),
+    decode("narrow-int8", "rows on 8 bytes", _PAIR, cache="narrow", kv_format="int8_token"),
     decode("bf16", "K without scales, and of the queries' type", _PAIR, head_dim=128, kv_format="bfloat16+nvfp4"),
 ]
 
@@ -95,7 +100,9 @@ def spec_of(case: Case) -> KernelSpec:
     variant = builtin(soft_cap=case.soft_cap).spec
     choice = choose_for_card(Problem(options_of(case), rows), devices.H200, variant)
     assert choice.kernel is decode_sm90.KERNEL
-    return choice.spec
+    spec = choice.kernel.on_eight(choice.spec) if case.cache == "narrow" else choice.spec
+    assert spec is not None
+    return spec
 
 
 def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -158,10 +165,12 @@ def test_the_kernel_on_the_host(case: Case, cut: int) -> None:
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[5], CASES[7]], ids=lambda case: case.name)
-def test_no_registers_spill(case: Case, tmp_path: Path) -> None:
-    (result,) = build_kernels([(spec_of(case), Target("cuda", 90))], tmp_path)
-    assert result.error is None and result.spill_bytes == 0
+def test_no_registers_spill(tmp_path: Path) -> None:
+    names = "nvfp4", "nvfp4-rows", "int4-rows", "nvfp4-16", "narrow", "narrow-16", "narrow-int8"
+    specs = [spec_of(case) for case in CASES if case.name in names]
+    results = list(build_kernels([(spec, Target("cuda", 90)) for spec in specs], tmp_path))
+    assert len(results) == len(names)
+    assert all(result.error is None and result.spill_bytes == 0 for result in results)
 
 
 def test_rows_of_other_widths_are_refused() -> None:

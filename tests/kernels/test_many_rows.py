@@ -47,6 +47,11 @@ CASES = [
         *("A100", "attention_sm80"),
         prefill("int8", "scales of tokens", (40,), (90,), kv_format="int8_token", q_dtype="float16", head_dim=72),
     ),
+    ("A10", "attention_sm80", decode("few-narrow", "rows on 8 bytes", (70, 9), cache="narrow", kv_format="nvfp4")),
+    (
+        *("A100", "attention_sm80"),
+        prefill("narrow", "rows on 8 bytes", (20,), (90,), cache="narrow", kv_format="nvfp4", head_dim=128),
+    ),
     ("A100", "attention_sm80", decode("few-int4", "zero points", (90, 0, 1), kv_format="int4_token", sinks=True)),
     (
         "A10",

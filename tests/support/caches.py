@@ -102,6 +102,10 @@ FORMS: dict[str, Form] = {
         lambda b, s, layout: (b[0].transpose(1, 2), b[1].transpose(1, 2)),
     ),
     "gapped": Form(_gapped_sizes, _gapped),
+    "narrow": Form(  # rows of bytes that start on 8 bytes
+        lambda s, layout: tuple(_box(s, layout, dim + 8) for dim in (s.dim_k, s.dim_v)),
+        lambda b, s, layout: (b[0][..., : s.dim_k], b[1][..., : s.dim_v]),
+    ),
     "odd_page": Form(_two_boxes, _odd(1)),
     "odd_head": Form(_two_boxes, _odd(2)),
     "tuple_3d": Form(_two_boxes, _as_is, _without_tokens),

@@ -10,6 +10,7 @@ EACH = ("nvfp4", "e4m3_token", "int8_token", "int4_token")
 PAIRS = ("nvfp4+float8_e4m3fn", "int8_token+nvfp4", "bfloat16+nvfp4", "float8_e4m3fn+int4_token")
 LONG = (300, 64, 9)
 BATCH: dict[str, Any] = {"q_lens": MIXED_Q, "kv_lens": MIXED_KV, "causal": True}
+FEW_MASKED: dict[str, Any] = {"q_lens": MIXED_Q, "kv_lens": MIXED_KV, "kv_format": "nvfp4"}
 WIDE: dict[str, Any] = {"q_lens": (150, 260), "kv_lens": (400, 700), "causal": True}
 
 
@@ -51,6 +52,10 @@ def decode_rows() -> list[Case]:
         decode("format-int4-cap", "a soft cap of scores with zero points", LONG, soft_cap=8.0, **int4),
         decode("format-nvfp4-alibi", "ALiBi", LONG, position="ALIBI", **nvfp4),
         decode("format-nvfp4-rope", "converted and rotated", LONG, position="ROPE_LLAMA", head_dim=128, **nvfp4),
+        decode("format-narrow-decode", "rows on 8 bytes", LONG, cache="narrow", head_dim=128, **nvfp4),
+        decode("format-narrow-append", "rows on 8 bytes", LONG, q_len=8, num_q_heads=16, cache="narrow", **nvfp4),
+        decode("format-narrow-page-1", "rows on 8 bytes", LONG, cache="narrow", page_size=1, kv_format="int4_token"),
+        decode("format-narrow-rope", "rows on 8 bytes", LONG, position="ROPE_LLAMA", cache="narrow", **nvfp4),
         decode("format-int8-rope", "scales of scores", LONG, position="ROPE_LLAMA", kv_format="int8_token"),
         decode("format-nvfp4-256", "the widest rows", (65, 130), head_dim=256, **nvfp4),
         decode("format-int4-80", "rows of 40 bytes", (65, 9), head_dim=80, **int4),
@@ -87,6 +92,7 @@ def prefill_rows() -> list[Case]:
         prefill(
             "format-mask-int4", "a custom mask", kv_format="int4_token", mask="packed", q_lens=MIXED_Q, kv_lens=MIXED_KV
         ),
+        prefill("format-narrow", "rows on 8 bytes", mask="dense", cache="narrow", head_dim=128, **FEW_MASKED),
         prefill("format-sink-wrapper", "sinks", entry="sink", sinks=True, kv_format="nvfp4", **BATCH),
         prefill("format-ragged", "rows without pages", entry="ragged", kv_format="nvfp4", head_dim=128, **BATCH),
         prefill(

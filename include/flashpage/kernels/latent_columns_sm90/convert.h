@@ -1,17 +1,17 @@
-// Loading warps of latent_columns_sm90 that convert rows in fp8: they load a part of the columns to registers, and
-// write it to slots in the type of the products.
+// Loading warps of latent_columns_sm90 that convert rows in fp8: they copy a part of the columns to memory of their
+// own, and write it to slots in the type of the products.
 #pragma once
 #include "flashpage/kernels/latent_columns_sm90/shared.h"
 #include "flashpage/ptx/compiler.h"
+#include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/fence.h"
-#include "flashpage/ptx/ld_global.h"
-#include "flashpage/ptx/prefetch.h"
 #include "flashpage/tile/load/latent_numbers.h"
 
 namespace flashpage {
 
-// A lane looks up its two tokens a block ahead, and brings their rows to the L2 while the block before is converted,
-// because these warps have registers for few pieces in flight. The part's columns of a row have one scale.
+// A lane has the same pieces of each block. It copies them by cp.async and reads no others, so that it waits for the
+// oldest copy alone: when a piece is converted, its place receives that of the next block. Tokens are looked up a block
+// before that. The part's columns of a row have one scale.
 template <class Traits, ColumnsPart part>
 struct ColumnsConvert {
   using Shared = ColumnsShared<Traits>;
@@ -26,7 +26,9 @@ struct ColumnsConvert {
   static constexpr int columns = is_tail ? Tile::tail_columns : Tile::part_panels * Tile::panel_columns;
   // Pieces of 16 bytes: of a row, of a lane in all rows, and those that a lane holds.
   static constexpr int row_pieces = columns * static_cast<int>(sizeof(Stored)) / 16, pieces = tokens * row_pieces / 32;
-  static constexpr int held = min_of(pieces, Shared::takes_turns ? 2 : 1), rows_a_pass = 32 / row_pieces;
+  static constexpr int together = 2;  // pieces that are copied and converted together
+  static constexpr int rows_a_pass = 32 / row_pieces;
+  static_assert(pieces <= Shared::pieces_ahead);
   static_assert(Format::quantised == Traits::head_dim_vo && columns <= Format::scale_columns);
   static_assert(is_same<typename Format::Scale, float>, "a part has one scale, of fp32");
 
@@ -41,43 +43,60 @@ struct ColumnsConvert {
   Shared& shared;
   const AttentionParams& params;
   const WidePlace* place;  // in shared memory, because these warps have few registers
-  i32 found[groups];       // numbers of the lane's tokens; negative: there is none
+  Row arriving[groups];    // of the lane's tokens in the block whose pieces are in flight
+  i32 found[groups];       // numbers of those of the block after; negative: there is none
 
   FP_DEVICE ColumnsConvert(Shared& shared, const AttentionParams& params, const KvMaps&)
       : shared(shared), params(params) {}
 
   FP_DEVICE void open(const WidePlace& next) {
     place = &next;
+    if (place->blocks == 0) return;
     look_up(0);
+    find_rows(arriving, 0);
+    look_up(1);
+    const int lane_row = lane() / row_pieces;
+    const u8* const from = first_piece();
+#pragma unroll
+    for (int i = 0; i < pieces; i += together) request(from, arriving, i, lane_row);
   }
 
   FP_DEVICE void load(int block, u32 use) {
-    Row mine[groups];
-#pragma unroll
-    for (int group = 0; group < groups; ++group) mine[group] = row_of(found[group], block, group);
-    look_up(block + 1);
+    Row next[groups];
+    const bool has_next = block + 1 < place->blocks;
+    find_rows(next, block + 1);
+    look_up(block + 2);
     // Recomputed in each block, as are the addresses that follow from it: kept, they would spill.
-    const int lane = static_cast<int>(ptx::opaque(threadIdx.x % 32)), lane_row = lane / row_pieces;
-    const int in_row = lane % row_pieces;
-    const u8* const from =
-        begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + in_row * 16;
-    u32 words[held][4];
-#pragma unroll
-    for (int i = 0; i < held; ++i) load_piece(words[i], from, mine, i, lane_row);
+    const int lane_row = lane() / row_pieces, in_row = lane() % row_pieces;
+    const u8* const from = first_piece();
     shared.wait_empty(use);
     const u32 to = shared.block(use) + first_chunk(lane_row, in_row);
 #pragma unroll
-    for (int i = 0; i < pieces; ++i) {
-      const float scale = __shfl_sync(0xffffffff, mine[i * rows_a_pass / 32].scale, i * rows_a_pass % 32 + lane_row);
-      write_piece(words[i % held], to, i, scale, is_turned(in_row));
-      if (i + held < pieces) load_piece(words[i % held], from, mine, i + held, lane_row);
+    for (int i = 0; i < pieces; i += together) {
+      ptx::cp_async_wait<pieces / together - 1>();
+      uint4 words[together];
+#pragma unroll
+      for (int k = 0; k < together; ++k) words[k] = *reinterpret_cast<const uint4*>(own_place(i + k));
+#pragma unroll
+      for (int k = 0; k < together; ++k) {
+        const int first = (i + k) * rows_a_pass;  // row of the pass
+        const float scale = __shfl_sync(0xffffffff, arriving[first / 32].scale, first % 32 + lane_row);
+        write_piece({words[k].x, words[k].y, words[k].z, words[k].w}, to, i + k, scale, is_turned(in_row));
+      }
+      if (has_next) {
+        request(from, next, i, lane_row);
+      } else {
+        ptx::cp_async_commit();
+      }
     }
-    prefetch(block + 1);  // page numbers have arrived; within the loop this takes registers
     ptx::fence_before_products();
     __syncwarp();
     u32 present[groups];
 #pragma unroll
-    for (int group = 0; group < groups; ++group) present[group] = __ballot_sync(0xffffffff, mine[group].at != nowhere);
+    for (int group = 0; group < groups; ++group) {
+      present[group] = __ballot_sync(0xffffffff, arriving[group].at != nowhere);
+      arriving[group] = next[group];
+    }
     if (threadIdx.x % 32 != 0) return;
     if constexpr (Shared::is_selected && part == ColumnsPart::first) {
 #pragma unroll
@@ -98,16 +117,9 @@ struct ColumnsConvert {
       found[group] = token < place->place.unit.kv_end ? rows.look_up(token) : -1;
     }
   }
-  FP_DEVICE void prefetch(int block) const {
+  FP_DEVICE void find_rows(Row (&rows)[groups], int block) const {
 #pragma unroll
-    for (int group = 0; group < groups; ++group) {
-      if (found[group] < 0) continue;
-      const LatentParts parts = parts_of(found[group], block, group);
-      const u8* const first = begin_of(parts) + first_column() * sizeof(Stored);
-      ptx::prefetch_to_l2(first);
-      ptx::prefetch_to_l2(first + row_pieces * 16 - 1);  // often in another line
-      if (!is_tail && Format::has_scales(params)) ptx::prefetch_to_l2(parts.scales);
-    }
+    for (int group = 0; group < groups; ++group) rows[group] = row_of(found[group], block, group);
   }
   FP_DEVICE Row row_of(i32 number, int block, int group) const {
     if (number < 0) return {nowhere, 0.f};
@@ -128,10 +140,21 @@ struct ColumnsConvert {
     return is_tail ? rank * columns : rank * Tile::value_columns + (part == ColumnsPart::second ? columns : 0);
   }
 
-  // Rows that do not exist are zero.
-  FP_DEVICE static void load_piece(u32 (&words)[4], const u8* from, const Row (&mine)[groups], int i, int lane_row) {
-    const u32 at = __shfl_sync(0xffffffff, mine[i * rows_a_pass / 32].at, i * rows_a_pass % 32 + lane_row);
-    ptx::load_once(words, from + static_cast<u64>(at) * 16, at != nowhere);
+  FP_DEVICE static int lane() { return static_cast<int>(ptx::opaque(threadIdx.x % 32)); }
+  FP_DEVICE u8* own_place(int i) const { return shared.arriving[static_cast<int>(part)][i][threadIdx.x % 32]; }
+  // The lane's piece of the part's columns in the cache's first row.
+  FP_DEVICE const u8* first_piece() const {
+    return begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + lane() % row_pieces * 16;
+  }
+  // Requests pieces of a block, in a group of their own. Rows that do not exist become zero.
+  FP_DEVICE void request(const u8* from, const Row (&rows)[groups], int i, int lane_row) const {
+#pragma unroll
+    for (int k = i; k < i + together; ++k) {
+      const u32 at = __shfl_sync(0xffffffff, rows[k * rows_a_pass / 32].at, k * rows_a_pass % 32 + lane_row);
+      const bool exists = at != nowhere;
+      ptx::cp_async<16>(ptx::shared_address(own_place(k)), from + static_cast<u64>(exists ? at : 0) * 16, exists);
+    }
+    ptx::cp_async_commit();
   }
 
   // Lanes of neighbouring panels write their two chunks in different orders, so that eight lanes write to all banks.

@@ -30,6 +30,7 @@ struct ColumnsShared {
   // more.
   static constexpr int loading_registers = by_boxes ? WideWarps::loading_registers : takes_turns ? 72 : 56;
   static constexpr int computing_registers = by_boxes ? WideWarps::computing_registers : takes_turns ? 216 : 224;
+  static constexpr int pieces_ahead = converts ? 16 : 1;  // of 16 bytes, of each lane of a converting warp: a block
   static_assert(WideWarps::fit(loading_registers, computing_registers));
   static_assert(!takes_turns || slots_ahead % 2 == 0);
   static_assert(Traits::tile_kv == tokens && Traits::ctas == 2 && unit_rows % group_rows == 0 && row_tiles <= 2);
@@ -40,6 +41,7 @@ struct ColumnsShared {
   alignas(128) float4 received[WideWarps::groups][tokens / 8][32 * WideWarps::group];
   float2 states[WideWarps::groups][group_rows];                 // maxima and sums, where warpgroups take turns
   Present present[is_selected ? slots_ahead : 1][tokens / 32];  // of a slot
+  alignas(16) u8 arriving[converts ? Tile::loaded_parts : 1][pieces_ahead][converts ? 32 : 1][16];
   WidePlace places[places_ahead];
   PlaceCursor cursor;
   u64 full[slots_ahead][columns_parts];

@@ -1,12 +1,14 @@
-// The converting warps of latent_decode_sm90: they load rows in fp8 to registers, and write them to slots in the type
-// of the products.
+// The converting warps of latent_decode_sm90: they copy rows in fp8 to memory of their own, and write them to slots in
+// the type of the products.
 //
-// Each warp has a quarter of a slot's rows. When a piece of 16 bytes is written to its slot, the same registers receive
-// the piece of the next slot. The time is that of the conversions.
+// Each warp has a quarter of a slot's rows, each lane the same pieces of every slot's rows: scales, fp8 numbers, the
+// rest. A lane copies its own pieces by cp.async and reads no others, so that it waits for the oldest copy alone and
+// warps need not wait for each other. When a piece is converted, its place receives a later one.
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/shared.h"
+#include "flashpage/ptx/cache_policy.h"
+#include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/fence.h"
-#include "flashpage/ptx/ld_global.h"
 #include "flashpage/tile/load/latent_numbers.h"
 
 namespace flashpage {
@@ -27,7 +29,13 @@ struct LatentConvert {
   static constexpr int rest_row_pieces = Format::rest * static_cast<int>(sizeof(Rest)) / 16;
   static constexpr int rest_pieces = rows * rest_row_pieces / 32;
   static constexpr int scale_bytes = Format::num_scales * static_cast<int>(sizeof(Scale)), row_scales = scale_bytes / 8;
-  static_assert(rows == 16 && rows * row_pieces % 32 == 0 && rows * rest_row_pieces % 32 == 0);
+  // A lane's groups of pieces in a slot, each of which is copied and converted together: scales, numbers, the rest.
+  static constexpr int together = 2;
+  static constexpr int first_quantised = row_scales > 0 ? 1 : 0, first_rest = first_quantised + pieces / together;
+  static constexpr int groups = first_rest + rest_pieces / together;
+  static constexpr int in_flight = min_of(groups, Shared::pieces_ahead / together);
+  static_assert(pieces % together == 0 && rest_pieces % together == 0 && rows == 16 && rows * row_pieces % 32 == 0 &&
+                rows * rest_row_pieces % 32 == 0);
   static_assert(scale_bytes <= Shared::scale_bytes && scale_bytes % 8 == 0 && Format::quantised % 64 == 0);
 
   // Where the rows of a slot are; lanes `rows` apart have the same row.
@@ -41,13 +49,6 @@ struct LatentConvert {
     i32 found, token;
     bool is_slot, done;
   };
-  // A lane's pieces of a slot.
-  struct Held {
-    u32 quantised[pieces][4];
-    u32 rest[max_of(rest_pieces, 1)][4];
-    u32 scales[2];
-  };
-
   Shared& shared;
   const AttentionParams& params;
   int lane = threadIdx.x % 32;
@@ -55,22 +56,22 @@ struct LatentConvert {
   u32 unit_use = 0;  // units that were opened
   i64 offset = 0;    // of the unit
   i32 token = 0, kv_end = 0, slots_left = 0;
+  int place = 0;  // of the lane's next group, among those in flight
+  const u64 policy = ptx::evict_first();
 
   FP_DEVICE LatentConvert(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
   FP_DEVICE void run() {
-    Held held;
     Source here;
     Position ahead = advance();
     for (u32 use = 0;;) {
       const Source next = find(ahead);
       if (here.is_slot) {
-        write_scales(held, here);
         shared.ring.wait_empty(use);
-        exchange<true>(held, here, next, use);
+        convert(here, next, use);
         publish(here, use++);
       } else if (next.is_slot) {
-        exchange<false>(held, here, next, 0);
+        request_first(next);
       }
       if (ahead.done) return;
       here = next;
@@ -109,44 +110,86 @@ struct LatentConvert {
             reinterpret_cast<u64>(parts.scales), present, true};
   }
 
-  // Loads a piece of a row; a row that does not exist is zero.
-  template <int words>
-  FP_DEVICE static void load(u32 (&to)[words], u64 row_address, u32 present, int row, int byte) {
-    const u64 from = __shfl_sync(0xffffffff, row_address, row) + byte;
+  FP_DEVICE u8* own_place(int i) const { return shared.arriving[warp][place * together + i][lane]; }
+  FP_DEVICE void next_place() { place = place + 1 == in_flight ? 0 : place + 1; }
+
+  // Calls use(i, row, piece of the row) for the pieces of a group of numbers or of the rest.
+  template <int row_pieces>
+  FP_DEVICE void for_pieces(int group, auto&& use) const {
 #pragma unroll
-    for (u32& word : to) word = 0;
-    if (present >> row & 1) ptx::load_once(to, reinterpret_cast<const void*>(from));
+    for (int i = 0; i < together; ++i) {
+      const int piece = (group * together + i) * 32 + lane;
+      use(i, piece / max_of(row_pieces, 1), piece % max_of(row_pieces, 1));
+    }
   }
 
-  // Writes the pieces of a slot that have arrived, and requests those of the next one.
-  template <bool writes>
-  FP_DEVICE void exchange(Held& held, const Source& here, const Source& next, u32 use) const {
+  // Requests a group of a slot. Rows that do not exist become zero.
+  FP_DEVICE void request(const Source& of, int group) const {
+    if (of.is_slot) {
+      if (group < first_quantised) {
+        const bool is_stored = Format::has_scales(params);
+        copy<8>(of, of.scales, lane / max_of(row_scales, 1) % rows, lane % max_of(row_scales, 1), 0, is_stored);
+      } else if (group < first_rest) {
+        for_pieces<row_pieces>(group - first_quantised,
+                               [&](int i, int row, int in_row) { copy<16>(of, of.quantised, row, in_row, i); });
+      } else {
+        for_pieces<rest_row_pieces>(group - first_rest,
+                                    [&](int i, int row, int in_row) { copy<16>(of, of.rest, row, in_row, i); });
+      }
+    }
+    ptx::cp_async_commit();
+  }
+  template <int bytes>
+  FP_DEVICE void copy(const Source& of, u64 rows_at, int row, int in_row, int i, bool is_stored = true) const {
+    const u64 from = __shfl_sync(0xffffffff, rows_at, row) + in_row * bytes;
+    const bool exists = is_stored && (of.present >> row & 1);
+    ptx::cp_async<bytes>(ptx::shared_address(own_place(i)), reinterpret_cast<const void*>(from), exists, policy);
+  }
+
+  FP_DEVICE void request_first(const Source& of) {
+#pragma unroll
+    for (int group = 0; group < in_flight; ++group) {
+      request(of, group);
+      next_place();
+    }
+  }
+
+  // Writes the groups of a slot as they arrive, and requests later ones of it and those of the next slot.
+  FP_DEVICE void convert(const Source& here, const Source& next, u32 use) {
     const u32 tile = ptx::shared_address(shared.slots[shared.ring.slot(use)]) + warp * rows * Slot::stride;
-    const u32 present = next.is_slot ? next.present : 0;
-    if (row_scales > 0) {
-      const int row = lane / max_of(row_scales, 1) % rows, byte = lane % max_of(row_scales, 1) * 8;
-      load(held.scales, next.scales, Format::has_scales(params) ? present : 0, row, byte);
-    }
 #pragma unroll
-    for (int i = 0; i < pieces; ++i) {
-      const int piece = i * 32 + lane, row = piece / row_pieces, in_row = piece % row_pieces;
-      if constexpr (writes) write_quantised(held.quantised[i], tile, row, in_row);
-      load(held.quantised[i], next.quantised, present, row, in_row * 16);
-    }
+    for (int group = 0; group < groups; ++group) {
+      ptx::cp_async_wait<in_flight - 1>();
+      if (group < first_quantised) {
+        write_scales();
+      } else {
+        u32 words[together][4];
 #pragma unroll
-    for (int i = 0; i < rest_pieces; ++i) {
-      const int piece = i * 32 + lane, row = piece / rest_row_pieces, in_row = piece % rest_row_pieces;
-      if constexpr (writes) write_rest(held.rest[i], tile, row, in_row);
-      load(held.rest[i], next.rest, present, row, in_row * 16);
+        for (int i = 0; i < together; ++i) {
+          const uint4 four = *reinterpret_cast<const uint4*>(own_place(i));
+          words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
+        }
+        if (group < first_rest) {
+          for_pieces<row_pieces>(group - first_quantised,
+                                 [&](int i, int row, int in_row) { write_quantised(words[i], tile, row, in_row); });
+        } else {
+          for_pieces<rest_row_pieces>(group - first_rest,
+                                      [&](int i, int row, int in_row) { write_rest(words[i], tile, row, in_row); });
+        }
+      }
+      const int later = group + in_flight;
+      request(later < groups ? here : next, later % groups);
+      next_place();
     }
   }
 
-  FP_DEVICE void write_scales(const Held& held, const Source& here) const {
+  // All lanes read the scales of the slot before.
+  FP_DEVICE void write_scales() const {
+    const uint2 own = *reinterpret_cast<const uint2*>(own_place(0));
+    const int row = lane / max_of(row_scales, 1);
     __syncwarp();
-    const int row = lane / row_scales;
     if (row < rows)
-      *reinterpret_cast<uint2*>(shared.scales[warp * rows + row] + lane % row_scales * 8) =
-          make_uint2(held.scales[0], held.scales[1]);
+      *reinterpret_cast<uint2*>(shared.scales[warp * rows + row] + lane % max_of(row_scales, 1) * 8) = own;
     __syncwarp();
   }
 

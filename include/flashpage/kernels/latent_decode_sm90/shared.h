@@ -51,7 +51,9 @@ struct LatentShared {
   using Probabilities = SwizzledRows<Cache, tokens, rows>;  // a row of q has the slot's tokens
   static constexpr int blocks = Traits::head_dim_vo / 64;   // of value columns: rows of a product
   static constexpr int slot_bytes = Slot::tile_bytes;
-  static constexpr int places_ahead = QueryRows::tile_bytes <= 20480 ? 2 : 1;
+  static constexpr int places_ahead = QueryRows::tile_bytes <= 20480 && !converts ? 2 : 1;
+  // Pieces of 16 bytes that each lane of a converting warp has in flight; for more rows memory has no room for more.
+  static constexpr int pieces_ahead = !converts ? 0 : rows <= 16 ? 24 : 11;
   static_assert(tokens == 64 && rows % 16 == 0 && Probabilities::panels == 1 && Slot::panel_columns == 64);
   static_assert(Traits::head_dim_vo % 128 == 0 && Traits::head_dim_qk % 16 == 0, "blocks of two teams, whole steps");
   static_assert(Traits::warps_q == 1 && Traits::warps_kv == Warps::team && Traits::warps_v == Warps::teams);
@@ -73,9 +75,10 @@ struct LatentShared {
   alignas(1024) u8 probabilities[Probabilities::tile_bytes];
   alignas(128) float4 exchange[Warps::teams][rows / 8][32 * Warps::team];  // of each team's sums of scores
   i32 pages_ahead[Traits::loader == Loader::rows && !converts ? Traits::stages : 1][tokens];  // of LatentRows
-  alignas(16) u8 scales[converts ? tokens : 1][scale_bytes];          // of the rows that are converted
-  Present present[is_selected ? Traits::stages : 1][tokens / noted];  // of a slot
-  float top[Warps::teams][Warps::team][rows];                         // maxima of the warps' scores
+  alignas(16) u8 scales[converts ? tokens : 1][scale_bytes];  // of the rows that are converted
+  alignas(16) u8 arriving[max_of(1, Warps::converters)][max_of(1, pieces_ahead)][converts ? 32 : 1][16];  // pieces
+  Present present[is_selected ? Traits::stages : 1][tokens / noted];                                      // of a slot
+  float top[Warps::teams][Warps::team][rows];  // maxima of the warps' scores
   float sum[Warps::teams][Warps::team][rows];
   SlottedPlace places[places_ahead];
   ConvertedUnit converted[converted_ahead];

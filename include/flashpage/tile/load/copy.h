@@ -67,6 +67,16 @@ struct RowCopy {
   }
 };
 
+// Copies 16 bytes of an address on 16 or 8 bytes. A policy of cache_policy.h may follow.
+FP_DEVICE void copy_on_eight(u32 to, const void* from, bool exists, auto... policy) {
+  if (reinterpret_cast<u64>(from) % 16 == 0) {
+    ptx::cp_async<16>(to, from, exists, policy...);
+  } else {
+    ptx::cp_async<8>(to, from, exists, policy...);
+    ptx::cp_async<8>(to + 8, static_cast<const u8*>(from) + 8, exists, policy...);
+  }
+}
+
 // Writes zeros to the columns between a row's end and its padding to whole k16 steps, because they take part in Q K^T.
 template <class Element, int columns, class Rows = SharedRows<Element, columns>>
 FP_DEVICE void zero_padding(u8* tile, int num_rows, int thread, int threads) {

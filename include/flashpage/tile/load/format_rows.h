@@ -8,6 +8,7 @@
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/load/copy.h"
 
 namespace flashpage {
 
@@ -67,8 +68,9 @@ struct FormatRows {
     return 0;
   }
 
-  // Issues one thread's share of a tile's copies. values_of(row), scales_of(row): a row's addresses in the cache; every
-  // thread calls them equally often, with rows below `tokens`. Rows from `count` on become zero.
+  // Issues one thread's share of a tile's copies. values_of(row), scales_of(row): a row's addresses in the cache, of
+  // numbers on 8 bytes, which are those of rows with their scales behind them; every thread calls them equally often,
+  // with rows below `tokens`. Rows from `count` on become zero.
   template <int tokens, int threads>
   FP_DEVICE static void copy(u8* to, int thread, int count, auto&& values_of, auto&& scales_of) {
     copy_part<tokens, threads, values, chunk_of(values | row_bytes<Format>(all), 16)>(to, thread, count, values_of);
@@ -180,11 +182,14 @@ struct FormatRows {
       const int i = first + thread, row = total % threads == 0 ? i / chunks : min_of(i / chunks, tokens - 1);
       const u8* from = source(row);
       if (total % threads != 0 && i >= total) continue;
+      from += i % chunks * chunk;
       u8* place = to + row * pitch + i % chunks * chunk;
-      if constexpr (chunk >= 4) {
-        ptx::cp_async<chunk>(ptx::shared_address(place), from + i % chunks * chunk, row < count);
+      if constexpr (chunk == 16) {
+        copy_on_eight(ptx::shared_address(place), from, row < count);
+      } else if constexpr (chunk >= 4) {
+        ptx::cp_async<chunk>(ptx::shared_address(place), from, row < count);
       } else {
-        *place = row < count ? from[i % chunks] : 0;
+        *place = row < count ? *from : 0;
       }
     }
   }
