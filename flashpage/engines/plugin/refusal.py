@@ -45,6 +45,21 @@ def latent_refusal(
     return _reason(capability, (LatentArguments(16, ckv, columns - ckv, page_size, sm_scale=1.0, **types), 1))
 
 
+def listed_refusal(
+    columns: int,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    is_stored: bool,
+    capability: tuple[int, int] | None,
+) -> str | None:
+    """As latent_refusal, over lists of tokens; `is_stored`: rows are DeepSeek's of 656 bytes."""
+    types: dict[str, Any] = {"kv_row_format": "deepseek_v32"} if is_stored else {"kv_data_type": kv_dtype}
+    sizes = (16, 512, columns - 512, page_size)
+    plan = LatentArguments(*sizes, sm_scale=1.0, q_data_type=q_dtype, is_selected=True, **types)
+    return _reason(capability, (plan, 1))
+
+
 def _reason(capability: tuple[int, int] | None, *plans: tuple[Arguments, int]) -> str | None:
     """The kernels' reason to refuse one of the plans, each with its rows of a request."""
     card = devices.CPU if capability is None else _card_of(*capability)

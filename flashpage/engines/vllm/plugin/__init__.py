@@ -2,7 +2,7 @@
 
 `vllm serve MODEL --attention-backend CUSTOM` chooses it, for models with latent rows (MLA) too, whose prompts have a
 choice of their own. With FLASHPAGE_VLLM=on it also takes the places of FLASH_ATTN and FLASHINFER, which vLLM chooses by
-itself, and of CPU_ATTN on the CPU; for latent rows those of FLASH_ATTN_MLA, FLASHMLA and CPU_MLA.
+itself, and of CPU_ATTN on the CPU; for latent rows those of FLASH_ATTN_MLA, FLASHMLA, FLASHMLA_SPARSE and CPU_MLA.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def _register_latent(backends: Any, register_backend: Any) -> None:
     for name, own in _LATENT_CLASSES.items():
         if name in backends.__members__:
             register_backend(backends[name], f"{__name__}.latent.{own}")
+    if "FLASHMLA_SPARSE" in backends.__members__:
+        register_backend(backends["FLASHMLA_SPARSE"], f"{__name__}.sparse.InPlaceOfFlashMLASparse")
     for name, own in _PREFILLS.items():
         if name in MLAPrefillBackendEnum.__members__:
             register_mla_prefill_backend(MLAPrefillBackendEnum[name], f"{prefill}.{own}")

@@ -8,6 +8,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 
 from ...plugin.refusal import latent_refusal as latent_refusal_of
+from ...plugin.refusal import listed_refusal as listed_refusal_of
 from ...plugin.refusal import refusal as refusal_of
 from .. import cache_layout
 from .cache import element_type
@@ -105,6 +106,16 @@ def latent_refusal(
     if kv_dtype is None:
         return f"flashpage reads no KV cache of {kv_cache_dtype}"
     return latent_refusal_of(columns, dtype, kv_dtype, page_size, _numbers(capability))
+
+
+def listed_refusal(
+    columns: int, dtype: torch.dtype, kv_cache_dtype: str, page_size: int, is_stored: bool, capability: Any
+) -> str | None:
+    """As latent_refusal, over lists of tokens; `is_stored`: rows are DeepSeek's of 656 bytes."""
+    kv_dtype = dtype if is_stored else element_type(kv_cache_dtype, dtype)
+    if kv_dtype is None:
+        return f"flashpage reads no KV cache of {kv_cache_dtype}"
+    return listed_refusal_of(columns, dtype, kv_dtype, page_size, is_stored, _numbers(capability))
 
 
 def _numbers(capability: Any) -> tuple[int, int] | None:

@@ -1,0 +1,50 @@
+"""Plans of layers whose rows of q read lists of tokens (DSA)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...wrappers.latent_sparse import BatchMLASparseAttentionWrapper
+from .group_plans import Workspaces
+
+WORKSPACE_BYTES = 256 << 20
+
+
+class ListedPlans:
+    """The attention objects of a group of layers, by rows of q. A plan depends on nothing else, as it takes all lists
+    for full ones: entries of -1 read nothing.
+
+    Args:
+        arguments: of BatchMLASparseAttentionWrapper.plan.
+        kept_rows: plans of at most so many rows are kept, as captured steps have them; of more rows, the last two.
+    """
+
+    def __init__(self, arguments: dict[str, Any], kept_rows: int, device: torch.device, workspaces: Workspaces) -> None:
+        self._arguments, self._kept_rows, self._device = arguments, kept_rows, device
+        self._workspaces = workspaces
+        self._kept: dict[int, BatchMLASparseAttentionWrapper] = {}
+        self._last: dict[int, BatchMLASparseAttentionWrapper] = {}  # of more rows: a step's, and its decodes'
+
+    def plan(self, lists: torch.Tensor) -> None:
+        """Plans for as many rows and entries as `lists` has, if there is no plan for them; not while a step is
+        captured."""
+        rows = len(lists)
+        if rows == 0 or rows in self._kept:
+            return
+        if rows in self._last:
+            self._last[rows] = self._last.pop(rows)  # the other one is replaced next
+            return
+        workspace = self._workspaces.at_least(WORKSPACE_BYTES, self._device)
+        if rows <= self._kept_rows:
+            found = self._kept[rows] = BatchMLASparseAttentionWrapper(workspace, use_cuda_graph=True, num_rows=rows)
+        else:
+            is_full = len(self._last) == 2
+            found = self._last.pop(next(iter(self._last))) if is_full else BatchMLASparseAttentionWrapper(workspace)
+            self._last[rows] = found
+        found.plan(lists, **self._arguments)
+
+    def of(self, rows: int) -> BatchMLASparseAttentionWrapper:
+        """The attention that was planned for so many rows."""
+        return self._kept[rows] if rows in self._kept else self._last[rows]
