@@ -3,9 +3,9 @@
     python tests/bench/parallel.py --ranks 2
 
 Every rank has the same pages and reads only its share. Times are medians of the slowest rank's replays of CUDA graphs;
-before each replay the L2 is flushed and the ranks wait for each other. Timed are the whole step (each rank's attention, one collective, one merge),
-the step with heads="own", and the collective and merge alone. `--small --device cpu` runs tiny shapes over gloo with
-the host's clock: it only shows that the program works.
+before each replay the L2 is flushed and the ranks wait for each other. Timed are the whole step (each rank's attention,
+one collective, one merge), the step with heads="own", and the collective and merge alone. `--small --device cpu` runs
+tiny shapes over gloo with the host's clock: it only shows that the program works.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> di
         errors.append(float((spread.run(q, cache).float() - own.float()).norm() / own.float().norm()))
         calls.append(lambda spread=spread: spread.run(q, cache))
     calls.append(lambda: parallel.merge_over_group(expected, lse))
-    found = torch.tensor([*(clock.seconds(clock.capture(call)) * 1e6 for call in calls), *errors], dtype=torch.float64, device=device)
+    all_us = [clock.seconds(clock.capture(call)) * 1e6 for call in calls]
+    found = torch.tensor([*all_us, *errors], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     *times, all_error, own_error = found.tolist()
     us = dict(zip(TIMES, (round(each, 1) for each in times), strict=True))
