@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import tensor_memory
 from .dtypes import DType
-from .errors import CapabilityError, FlashpageError, PlanError
+from .errors import CapabilityError, FlashpageError, PlanError, RunError
 
 LAYOUTS = ("NHD", "HND")
 POSITION_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -237,3 +237,13 @@ def dense_last(value: torch.Tensor, name: str, error: type[FlashpageError]) -> N
             f"{name} has strides {tuple(value.stride())}: its last dimension must be contiguous. "
             f"Pass {name}.contiguous(), or make the head dimension the innermost."
         )
+
+
+def sinks(given: torch.Tensor, heads: int, device: torch.device) -> None:
+    tensor(given, "sinks", RunError)
+    if given.shape != (heads,) or given.dtype != torch.float32 or not given.is_contiguous():
+        raise RunError(
+            f"sinks has shape {tuple(given.shape)} and dtype {given.dtype}: "
+            f"pass one contiguous float32 value for each query head, [{heads}]."
+        )
+    same_device(given, device, "sinks", RunError)

@@ -220,10 +220,15 @@ class ContextParallelAttention(Unique):
         def write(to: torch.Tensor, lse_to: torch.Tensor) -> None:
             mine = sinks if states.rank == 0 else None
             attention.run(q, paged_kv_cache, to, lse_to, scales=scales, sinks=mine)
+            unused = attention.session.first_row  # rows of no request
+            to[:unused].zero_()
+            lse_to[:unused].fill_(-torch.inf)
 
-        if states.world_size == 1 or not q.shape[0]:
+        if sinks is not None:  # on every rank, or the others would wait for the one that refuses them
+            checks.sinks(sinks, q.shape[1], q.device)
+        if states.world_size == 1:
             write(out, lse)
-        else:
+        elif q.shape[0]:
             states.merge(write, shape, out, lse)
         result = (out, lse) if return_lse else out
         return in_base_e(result, lse) if natural else result

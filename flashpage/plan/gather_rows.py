@@ -142,6 +142,7 @@ class Rows(NamedTuple):
     end: int
     k: int  # address
     v: int
+    is_paged = False
 
     @staticmethod
     def below(limit: int, first: int, end: int, options: Options) -> Rows:

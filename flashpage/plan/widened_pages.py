@@ -65,6 +65,7 @@ class Pages(NamedTuple):
     k: int  # address
     v: int
     numbers: int  # address of the page numbers that the attention kernel reads
+    is_paged = True  # the attention kernel reads pages
 
     @staticmethod
     def below(limit: int, first: int, end: int, options: Options) -> Pages | None:

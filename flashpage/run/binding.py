@@ -298,7 +298,7 @@ class Binding:
 
     def _resize(self, found: native.KvBoxes, q: torch.Tensor, cache: Any) -> None:
         if self.gathered is not None:
-            tensor_maps.resize(found, q.shape[0], self.gathered.end, False, "NHD")
+            tensor_maps.resize(found, q.shape[0], self.gathered.end, self.gathered.is_paged, "NHD")
             return
         leading = (cache[0] if cache.__class__ is tuple else cache).shape[0]
         tensor_maps.resize(found, q.shape[0], leading, self.combination.options.is_paged, self.kv_layout)
@@ -367,14 +367,7 @@ class Binding:
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
         """Sinks, [num_qo_heads] fp32 logits that join every row's denominator."""
         if sinks is not None:
-            checks.tensor(sinks, "sinks", RunError)
-            heads = self.combination.options.num_q_heads
-            if sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
-                raise RunError(
-                    f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}: "
-                    f"pass one contiguous float32 value for each query head, [{heads}]."
-                )
-            checks.same_device(sinks, self.device, "sinks", RunError)
+            checks.sinks(sinks, self.combination.options.num_q_heads, self.device)
         address = None if sinks is None else tensor_memory.address(sinks, "sinks", RunError)
         for its in self.parts:
             its.params.sinks = address

@@ -11,7 +11,7 @@ import torch
 from graphs import capture
 
 import flashpage
-from flashpage.plan import gather_rows
+from flashpage.plan import gather_rows, widened_pages
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
@@ -146,6 +146,30 @@ def test_a_batch_of_one_token_leaves_no_stride_behind() -> None:
             lengths = (indptr((rows,)), indptr((tokens,)), indices, torch.ones(1, dtype=torch.int32))
             wrapper.plan(*lengths, *heads, dim, 1, causal=False, disable_split_kv=True, q_data_type=torch.float16)
             found.append(wrapper.run(q, cache))
+        torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_widened_pages_of_growing_plans(page: int) -> None:
+    """Fewer pages than tokens of a page, and a later plan with more pages."""
+    heads, dim, rows, most = (32, 8), 128, 1024, 8192
+    torch.manual_seed(0)
+    shape = (most // page, page, heads[1])
+    cache = tuple(torch.randint(0, 256, (*shape, dim // 2), device=DEVICE, dtype=torch.uint8) for _ in "kv")
+    scales = tuple(torch.rand(*shape, dim // 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kv")
+    q, indices = torch.randn(rows, heads[0], dim, device=DEVICE).bfloat16(), torch.randperm(most // page).int()
+    both = [
+        flashpage.BatchPrefillWithPagedKVCacheWrapper(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+        for size in (WITH_ROOM, 1 << 20)
+    ]
+    for tokens in (rows, most, 2 * rows):
+        found = []
+        for wrapper in both:
+            count = tokens // page
+            lengths = (indptr((rows,)), indptr((count,)), indices[:count].to(DEVICE), torch.tensor([page]).int())
+            wrapper.plan(*lengths, *heads, dim, page, causal=True, q_data_type=q.dtype, kv_data_type=torch.uint8)
+            found.append(wrapper.run(q, cache, kv_cache_sf=scales))
+        assert widened_pages.NOTE in both[0].last_plan.notes and widened_pages.NOTE not in both[1].last_plan.notes
         torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
 

@@ -32,6 +32,7 @@ from flashpage.variants.variant import builtin
 
 _EDGES = (0, 1, 17, 33, 129, 300)
 _PAIR = (130, 9)
+_TYPES = "bfloat16+float8_e4m3fn"
 _NARROW: dict[str, Any] = {"cache": "narrow", "head_dim": 128, "kv_format": "nvfp4"}
 # Few builds: rows with the same formats, dims, loader and rows of a unit share one.
 CASES = [
@@ -83,6 +84,7 @@ CASES = [
     decode("narrow", "rows on 8 bytes, at most eight packed rows", _PAIR, **_NARROW),
     decode("narrow-16", "the same with sixteen", _PAIR, q_len=4, num_q_heads=8, **_NARROW),
     decode("narrow-int8", "rows on 8 bytes", _PAIR, cache="narrow", kv_format="int8_token"),
+    decode("narrow-types", "rows on 8 bytes without scales", _PAIR, **_NARROW | {"kv_format": _TYPES}),
     decode("bf16", "K without scales, and of the queries' type", _PAIR, head_dim=128, kv_format="bfloat16+nvfp4"),
 ]
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import format_rows
@@ -20,7 +22,14 @@ from inputs import make_inputs, reference_states
 from native_build import shared_library, traits_flags
 
 import flashpage
+from flashpage.base.dtypes import DType
+from flashpage.kernels import devices
+from flashpage.kernels.choose import choose_for_card
+from flashpage.kernels.options import Options
+from flashpage.kernels.work import Problem
 from flashpage.plan import gather_rows, widened_pages
+from flashpage.run.binding import Binding
+from flashpage.run.bound_part import BoundPart
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -105,3 +114,23 @@ def test_layers_whose_scales_lie_elsewhere(as_on_hopper: None) -> None:
         gather = wrapper._attention._local.bound.gather
         found = (gather.k.data, gather.v.data, gather.key_scales.data, gather.value_scales.data)
         assert found == tuple(half.data_ptr() for half in (*cache, *scales))
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_boxes_have_all_pages(page: int) -> None:
+    """Also those of a later plan, whose binding only resizes its tensor maps."""
+    bf16, stored = DType.BFLOAT16, DType.BYTES
+    options = Options("paged", 32, 8, 128, 128, page, bf16, stored, bf16, k_format="nvfp4", v_format="nvfp4")
+    read = gather_rows.as_rows(options)
+    choice = choose_for_card(Problem(read, 4096), devices.H200)
+    prepared: Any = SimpleNamespace(choice=choice, read=read, schedule=SimpleNamespace(tile_q=128))
+    part = BoundPart(options)
+    combination = SimpleNamespace(options=options)
+    binding: Any = SimpleNamespace(parts=[part], gathered=None, combination=combination, kv_layout="NHD")
+    binding._resize = functools.partial(Binding._resize, binding)
+    for tokens in (1024, 16384):
+        pages = tokens // page
+        binding.gathered = widened_pages.Pages.below(1 << 34, 0, pages, options)
+        part.use_boxes(prepared, binding.gathered.views(options), binding.gathered)
+        Binding.resize(binding, torch.empty(tokens, 32, 128), None)
+        assert list(part.boxes.k.dims) == list(part.boxes.v.dims) == [128, page, 8, pages]

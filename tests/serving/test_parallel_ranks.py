@@ -100,6 +100,17 @@ def test_states_are_merged(ranks: list[dict[str, Any]]) -> None:
     torch.testing.assert_close(natural_lse, found[1] * math.log(2), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("heads", ["all", "own"])
+def test_edges(heads: str, ranks: list[dict[str, Any]]) -> None:
+    mine = 4 if heads == "all" else 4 // len(ranks)
+    for rank in ranks:
+        assert [part.shape for part in rank[f"empty-{heads}"]] == [(0, mine, 16), (0, mine)]
+        out, lse = rank[f"unused-{heads}"]
+        assert not out[:2].any() and lse[:2].eq(-torch.inf).all()
+        assert out[2:].any() and lse[2:].isfinite().all()
+        assert "float32" in rank[f"sinks-{heads}"]
+
+
 def test_requests_grow(ranks: list[dict[str, Any]]) -> None:
     """The tokens that each rank appended to its own pages, step by step."""
     for step in range(NEW_TOKENS):

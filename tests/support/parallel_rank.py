@@ -114,6 +114,25 @@ def states_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
+def edges(device: str) -> dict[str, Any]:
+    """No rows, rows of no request, and sinks that are refused."""
+    found: dict[str, Any] = {}
+    cache = torch.randn(2, 2, 4, 4, 16, device=device).half()
+    for heads in ("all", "own"):
+        wrapper = parallel.ContextParallelAttention(workspace(device), heads=heads)
+        for name, first, rows in (("empty", 0, 0), ("unused", 2, 4)):
+            lists = torch.tensor([0, 2]).int(), torch.tensor([0, 1]).int().to(device), torch.tensor([7])
+            q_indptr = torch.tensor([first, rows]).int()
+            wrapper.plan(*lists, 4, 4, 16, 4, qo_indptr=q_indptr, q_data_type=torch.float16)
+            q = torch.ones(rows, 4, 16, device=device).half()
+            found[f"{name}-{heads}"] = wrapper.run(q, cache, return_lse=True)
+        try:
+            wrapper.run(q, cache, sinks=torch.ones(4, device=device).double())
+        except FlashpageError as error:
+            found[f"sinks-{heads}"] = str(error)
+    return found
+
+
 def _on_host(found: Any) -> Any:
     if isinstance(found, (list, tuple)):
         return type(found)(_on_host(part) for part in found)
@@ -139,6 +158,7 @@ def main(rank: int, world: int, folder: Path, kind: str) -> None:
             )
         out, lse = (part.to(device) for part in states_of(rank))
         found["states-basee"] = parallel.merge_over_group(out, lse * math.log(2), lse_mode="basee")
+        found |= edges(device)
     if world > 2:
         try:
             parallel.merge_over_group(*states_of(rank), pairs[1 - rank // 2])

@@ -117,7 +117,10 @@ def check_lists(rows: list[int], lengths: list[int], kind: str, device: str = "c
     impl: Any = SimpleNamespace(**sizes, topk_indices_buffer=own)
     impl.kv_cache_dtype = kind
     arguments = sparse.FlashpageSparseImpl.plan_arguments(impl, page, torch.bfloat16)
-    plans = ListedPlans(arguments, 2, torch.device(device), Workspaces())
+    assert arguments["fixed_split_size"] is None
+    with mock.patch.dict(os.environ, VLLM_BATCH_INVARIANT="1"):
+        assert sparse.FlashpageSparseImpl.plan_arguments(impl, page, torch.bfloat16)["fixed_split_size"]
+    plans = ListedPlans(arguments, lambda count: count <= 2, torch.device(device), Workspaces())
     counts = {"num_reqs": len(rows), "max_query_len": max(rows), "max_seq_len": max(lengths), "topk_tokens": topk}
     counts |= {"num_actual_tokens": sum(rows), "num_decodes": 2, "num_prefills": len(rows) - 2, "num_decode_tokens": 2}
     starts, lens = indptr(rows), torch.tensor(lengths)
@@ -177,7 +180,7 @@ def check_prompts() -> None:
 def configured(use_mla: bool = False, context_ranks: int = 1, **of_model: Any) -> Iterator[None]:
     """As while vLLM makes a model of such a configuration."""
     parallel = SimpleNamespace(decode_context_parallel_size=context_ranks)
-    model = SimpleNamespace(use_mla=use_mla, hf_config=SimpleNamespace(**of_model))
+    model = SimpleNamespace(use_mla=use_mla, hf_text_config=SimpleNamespace(**of_model))
     config = SimpleNamespace(model_config=model, parallel_config=parallel)
     with mock.patch("vllm.config.vllm._current_vllm_config", config):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +19,21 @@ class ListedPlans:
 
     Args:
         arguments: of BatchMLASparseAttentionWrapper.plan.
-        kept_rows: plans of at most so many rows are kept, as captured steps have them; of more rows, the last two.
+        is_captured: whether graphs of so many rows are captured. Their plans stay, each with buffers of its own; of
+            others, the last two.
     """
 
-    def __init__(self, arguments: dict[str, Any], kept_rows: int, device: torch.device, workspaces: Workspaces) -> None:
-        self._arguments, self._kept_rows, self._device = arguments, kept_rows, device
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        is_captured: Callable[[int], bool],
+        device: torch.device,
+        workspaces: Workspaces,
+    ) -> None:
+        self._arguments, self._is_captured, self._device = arguments, is_captured, device
         self._workspaces = workspaces
         self._kept: dict[int, BatchMLASparseAttentionWrapper] = {}
-        self._last: dict[int, BatchMLASparseAttentionWrapper] = {}  # of more rows: a step's, and its decodes'
+        self._last: dict[int, BatchMLASparseAttentionWrapper] = {}  # of other rows: a step's, and its decodes'
 
     def plan(self, lists: torch.Tensor) -> None:
         """Plans for as many rows and entries as `lists` has, if there is no plan for them; not while a step is
@@ -37,13 +45,14 @@ class ListedPlans:
             self._last[rows] = self._last.pop(rows)  # the other one is replaced next
             return
         workspace = self._workspaces.at_least(WORKSPACE_BYTES, self._device)
-        if rows <= self._kept_rows:
-            found = self._kept[rows] = BatchMLASparseAttentionWrapper(workspace, use_cuda_graph=True, num_rows=rows)
+        is_kept = self._is_captured(rows)
+        if is_kept:
+            found = BatchMLASparseAttentionWrapper(workspace, use_cuda_graph=True, num_rows=rows)
         else:
             is_full = len(self._last) == 2
             found = self._last.pop(next(iter(self._last))) if is_full else BatchMLASparseAttentionWrapper(workspace)
-            self._last[rows] = found
         found.plan(lists, **self._arguments)
+        (self._kept if is_kept else self._last)[rows] = found
 
     def of(self, rows: int) -> BatchMLASparseAttentionWrapper:
         """The attention that was planned for so many rows."""

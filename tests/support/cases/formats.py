@@ -11,6 +11,7 @@ PAIRS = ("nvfp4+float8_e4m3fn", "int8_token+nvfp4", "bfloat16+nvfp4", "float8_e4
 LONG = (300, 64, 9)
 BATCH: dict[str, Any] = {"q_lens": MIXED_Q, "kv_lens": MIXED_KV, "causal": True}
 FEW_MASKED: dict[str, Any] = {"q_lens": MIXED_Q, "kv_lens": MIXED_KV, "kv_format": "nvfp4"}
+NVFP4: dict[str, Any] = {"kv_format": "nvfp4"}
 WIDE: dict[str, Any] = {"q_lens": (150, 260), "kv_lens": (400, 700), "causal": True}
 
 
@@ -55,6 +56,7 @@ def decode_rows() -> list[Case]:
         decode("format-narrow-decode", "rows on 8 bytes", LONG, cache="narrow", head_dim=128, **nvfp4),
         decode("format-narrow-append", "rows on 8 bytes", LONG, q_len=8, num_q_heads=16, cache="narrow", **nvfp4),
         decode("format-narrow-page-1", "rows on 8 bytes", LONG, cache="narrow", page_size=1, kv_format="int4_token"),
+        decode("format-narrow-types", "rows on 8 bytes", LONG, cache="narrow", kv_format="bfloat16+float8_e4m3fn"),
         decode("format-narrow-rope", "rows on 8 bytes", LONG, position="ROPE_LLAMA", cache="narrow", **nvfp4),
         decode("format-int8-rope", "scales of scores", LONG, position="ROPE_LLAMA", kv_format="int8_token"),
         decode("format-nvfp4-256", "the widest rows", (65, 130), head_dim=256, **nvfp4),
@@ -67,6 +69,7 @@ def prefill_rows() -> list[Case]:
     return [
         *(prefill(f"format-prefill-{name}", "many rows", kv_format=name, head_dim=128, **BATCH) for name in EACH),
         *(prefill(f"format-wide-{name}", "pages are widened", kv_format=name, head_dim=128, **WIDE) for name in EACH),
+        prefill("format-wide-page-64", "fewer pages than tokens of one", page_size=64, head_dim=128, **WIDE | NVFP4),
         prefill("format-wide-rotated", "pages are widened", kv_format="int4_token_rotated", **WIDE),
         prefill("format-wide-lengths", "pages of no request", kv_format="nvfp4", cache="indexed", head_dim=128, **WIDE),
         prefill("format-wide-pair", "K is copied", kv_format="bfloat16+nvfp4", page_size=5, q_dtype="bfloat16", **WIDE),

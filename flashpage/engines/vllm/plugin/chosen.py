@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
 
     config = get_current_vllm_config_or_none()
     if config is not None and config.model_config is not None and config.model_config.use_mla:
-        if hasattr(config.model_config.hf_config, "index_topk"):  # its indexer lists tokens
+        if hasattr(config.model_config.hf_text_config, "index_topk"):  # its indexer lists tokens
             from .sparse import FlashpageSparseBackend
 
             return FlashpageSparseBackend

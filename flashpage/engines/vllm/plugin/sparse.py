@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
@@ -16,7 +17,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
-from ...plugin.group_plans import Workspaces
+from ...plugin.group_plans import SPLIT_TOKENS, Workspaces
 from ...plugin.joined import joined
 from ...plugin.listed_plans import ListedPlans
 from .. import cache_layout
@@ -73,9 +74,13 @@ class FlashpageSparseBuilder(SparseMLACommonMetadataBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         layers = vllm_config.compilation_config.static_forward_context
         self._impl: FlashpageSparseImpl = layers[layer_names[0]].impl
-        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         given = self._impl.plan_arguments(kv_cache_spec.block_size, self.model_config.dtype)
-        self._plans = ListedPlans(given, captured, torch.device(device), Workspaces.of(vllm_config))
+        self._plans = ListedPlans(given, self._is_captured, torch.device(device), Workspaces.of(vllm_config))
+
+    def _is_captured(self, rows: int) -> bool:
+        """Whether a graph has so many rows; vLLM may choose the sizes after it has made this builder."""
+        compilation = self.vllm_config.compilation_config
+        return compilation.cudagraph_mode.has_full_cudagraphs() and rows in (compilation.cudagraph_capture_sizes or ())
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
         metadata: SparseMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -129,6 +134,7 @@ class FlashpageSparseImpl(SparseMLACommonImpl):
             "page_size": page_size,
             "sm_scale": self.scale,
             "q_data_type": dtype,
+            "fixed_split_size": SPLIT_TOKENS if envs.VLLM_BATCH_INVARIANT else None,
         } | stored
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: SparseMetadata, layer: Any) -> Any:

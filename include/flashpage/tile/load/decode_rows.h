@@ -147,7 +147,7 @@ struct DecodeRows {
           u32 here = (lane_to ^ (first & 7) * 16) + first * Target::stride;
           const void* source = reinterpret_cast<const void*>(from[i]);
           const bool exists = all || first + lane_row < count;
-          if constexpr (StoredFormats<Traits>::has_scales) {
+          if constexpr (tiles_have_formats<Traits>) {
             copy_on_eight(here, source, exists, policy);
           } else {
             ptx::cp_async<16>(here, source, exists, policy);
@@ -160,7 +160,7 @@ struct DecodeRows {
       for (int first = 0; first < pieces; first += 32) {
         int piece = min_of(first + lane, pieces - 1), row = piece / chunks, byte = piece % chunks * bytes;
         const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, row)) + byte;
-        if constexpr (bytes == 16 && StoredFormats<Traits>::has_scales) {
+        if constexpr (bytes == 16 && tiles_have_formats<Traits>) {
           copy_on_eight(to + Target::byte_offset(row, byte), from, row < count, policy);
         } else {
           ptx::cp_async<bytes>(to + Target::byte_offset(row, byte), from, row < count, policy);
