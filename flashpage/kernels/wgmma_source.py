@@ -50,11 +50,13 @@ def render_transposed(spec: KernelSpec) -> str:
 
 
 def render_halves(spec: KernelSpec) -> str:
-    """Renders KeyProduct (scores of a block of tokens) and ValueProduct (half of the value columns)."""
+    """Renders KeyProduct (scores of a block of tokens) and ValueProduct (half of the value columns, or a quarter where
+    rows are converted: a launch with converting warps has too few registers for the larger product)."""
     assert spec.tile is not None
     kind = _TYPES[product_dtype(spec)]
     keys = _product("KeyProduct", spec.tile.tile_kv, kind, a_in_registers=False, b_by_columns=False)
-    values = _product("ValueProduct", spec.head_dim_vo // 2, kind, a_in_registers=True, b_by_columns=True)
+    columns = spec.head_dim_vo // (4 if spec.kv_dtype.is_fp8 else 2)
+    values = _product("ValueProduct", columns, kind, a_in_registers=True, b_by_columns=True)
     return f"{keys}\n\n{values}"
 
 

@@ -46,6 +46,8 @@ struct KeyProduct {
 };
 
 struct ValueProduct {
+  // Of latent_columns_sm90, as wgmma_source.py renders it.
+  static constexpr int columns = HEAD_DIM_VO / (LatentFormat::LATENT_FORMAT == LatentFormat::plain ? 2 : 4);
   // Rows of a in shared memory are the terms: 64 columns of V, token by token.
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {

@@ -9,20 +9,26 @@
 
 namespace flashpage {
 
-struct WideWarps {
-  static constexpr int loading = 4;  // a warpgroup, because setmaxnreg works on warpgroups
-  static constexpr int group = 4;    // warps of a computing warpgroup
-  static constexpr int groups = 2;   // computing warpgroups
+// `converters`: warps of a second loading warpgroup, which converts rows in fp8.
+template <int converters_>
+struct WideWarpsOf {
+  static constexpr int first_converter = 4, converters = converters_;
+  static constexpr int loading = first_converter + converters;  // warpgroups, because setmaxnreg works on warpgroups
+  static constexpr int group = 4;                               // warps of a computing warpgroup
+  static constexpr int groups = 2;                              // computing warpgroups
   static constexpr int computing = group * groups;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int plan_warp = 3;  // goes through the plan and loads Q; each other loading warp has a part
+  static constexpr int first_registers = 65536 / threads / 8 * 8;  // of a thread, when the launch begins
   static constexpr int loading_registers = 40, computing_registers = 232;
   // Warpgroups share the registers of the launch, a multiple of 8 a thread; one that takes more than are left waits
   // for ever.
-  static constexpr bool fit(int of_loading, int of_computing) {
-    return loading * of_loading + computing * of_computing <= (loading + computing) * (65536 / threads / 8 * 8);
+  static constexpr bool fit(int of_loading, int of_computing, int of_converting = 0) {
+    return first_converter * of_loading + converters * of_converting + computing * of_computing <=
+           (loading + computing) * first_registers;
   }
 };
+using WideWarps = WideWarpsOf<0>;
 static_assert(WideWarps::fit(WideWarps::loading_registers, WideWarps::computing_registers));
 
 // A unit that the plan's warp passes to all others.
@@ -42,7 +48,7 @@ struct WideUnits {
 
   FP_DEVICE WideUnits(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
-  // Loads a part of the columns of all blocks. `stamps`: whether the trace has this part's first load.
+  // Loads a part of the columns of all blocks. `stamps`: whether the trace has this warp's first load.
   FP_DEVICE void load_blocks(auto&& loader, bool stamps) const {
     u32 use = 0;
     for (u32 unit_use = 0;; ++unit_use) {
@@ -53,7 +59,7 @@ struct WideUnits {
       for (int block = 0; block < place.blocks; ++block) loader.load(block, use++);
       __syncwarp();
       if (lane == 0) shared.place_ring.release(unit_use);
-      if (stamps && threadIdx.x == 0) stamp_first<Traits>(params, Stamp::first_load);
+      if (stamps && lane == 0) stamp_first<Traits>(params, Stamp::first_load);
     }
   }
 

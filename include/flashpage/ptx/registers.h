@@ -13,4 +13,14 @@ FP_DEVICE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
+// Whichever of the two is needed.
+template <int before, int after>
+FP_DEVICE void change_registers() {
+  if constexpr (after > before) {
+    take_registers<after>();
+  } else if constexpr (after < before) {
+    give_registers_back<after>();
+  }
+}
+
 }  // namespace flashpage::ptx

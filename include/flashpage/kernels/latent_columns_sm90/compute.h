@@ -34,9 +34,10 @@ struct ColumnsCompute {
   Shared& shared;
   const AttentionParams& params;
   ScoreExchange<Traits> exchange;
+  int thread_of_all = threadIdx.x - Shared::Warps::loading * 32;
   int thread = threadIdx.x % 128;  // of the warpgroup
   int warp = thread / 32, lane = threadIdx.x % 32;
-  int group = threadIdx.x / 128 - 1;
+  int group = thread_of_all / 128;
   u32 use = 0;       // blocks before the unit
   u32 unit_use = 0;  // units before this one
 
@@ -44,7 +45,7 @@ struct ColumnsCompute {
       : shared(shared), params(params), exchange(shared) {}
 
   FP_DEVICE void run() {
-    if (threadIdx.x == 128) stamp<Traits>(params, Stamp::start);
+    if (thread_of_all == 0) stamp<Traits>(params, Stamp::start);
     for (;; ++unit_use) {
       shared.place_ring.wait_full(unit_use);
       const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
@@ -56,7 +57,7 @@ struct ColumnsCompute {
       __syncwarp();
       if (lane == 0) shared.place_ring.release(unit_use);
     }
-    if (threadIdx.x == 128) {
+    if (thread_of_all == 0) {
       stamp<Traits>(params, Stamp::end);
       stamp<Traits>(params, Stamp::sm);
     }
@@ -83,11 +84,13 @@ struct ColumnsCompute {
     const bool has_sinks = params.sinks && !(Shared::takes_turns && group == 1);
     if (has_sinks) begin_with_sinks(softmax, rows_of(place));
     if constexpr (Shared::takes_turns) {
-      attend_in_turn(state);
+      attend_in_order(state, group, 2);
+    } else if constexpr (Shared::converts) {
+      attend_in_order(state, 0, 1);
     } else {
       attend(state);
     }
-    if (threadIdx.x == 128) stamp<Traits>(params, Stamp::last_tile);
+    if (thread_of_all == 0) stamp<Traits>(params, Stamp::last_tile);
     const Output output{shared, params, place.place, first_row() + warp * 16 + lane / 4, lane};
     if constexpr (Shared::takes_turns) {
       if (group == 0) {
@@ -99,7 +102,7 @@ struct ColumnsCompute {
     } else {
       output.write(softmax, values);
     }
-    if (threadIdx.x == 128) stamp<Traits>(params, Stamp::written);
+    if (thread_of_all == 0) stamp<Traits>(params, Stamp::written);
   }
 
   FP_DEVICE void attend(State& state) {
@@ -132,23 +135,23 @@ struct ColumnsCompute {
     issue_keys(state.product, of_use);
     ptx::wgmma_wait<0>();
     take_product(state);
-    if (threadIdx.x == 128) stamp_first<Traits>(params, Stamp::first_tile);
+    if (thread_of_all == 0) stamp_first<Traits>(params, Stamp::first_tile);
     exchange.send(state.scores, exchange.number);
   }
 
-  // Each warpgroup has every second block.
-  FP_DEVICE void attend_in_turn(State& state) {
+  // Without a product in flight during the softmax, from the warpgroup's first block on.
+  FP_DEVICE void attend_in_order(State& state, int first, int stride) {
     const int blocks = state.place.blocks;
 #pragma unroll 1
-    for (int block = group; block < blocks; block += 2) {
+    for (int block = first; block < blocks; block += stride) {
       multiply_keys(state, use + block);
-      const bool goes_on = block + 2 < blocks;
+      const bool goes_on = block + stride < blocks;
       if (!goes_on) release_query();
       Fragments probabilities;
-      make_probabilities(state, probabilities, block, use + block, goes_on);
+      make_probabilities(state, probabilities, block, use + block, goes_on || !Shared::takes_turns);
       add_values(state, probabilities, block, use + block);
     }
-    if (blocks <= group) release_query();
+    if (blocks <= first) release_query();
   }
   FP_DEVICE void add_values(State& state, Fragments& probabilities, int block, u32 of_use) const {
     clear_hidden(state.place, block, of_use);
@@ -202,10 +205,15 @@ struct ColumnsCompute {
   // Issues values += P V.
   FP_DEVICE void issue_values(Values& values, const Fragments& probabilities, u32 of_use) const {
     const ptx::Matrix tile(shared.block(of_use), Tile::panel_bytes);
+    constexpr int columns = Traits::ValueProduct::columns, product_tiles = columns / 8;
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < steps; ++step)
-      Traits::ValueProduct::multiply(values[0], probabilities[step], tile.at(step * 16 * 128), true);
+#pragma unroll
+      for (int first = 0; first < Tile::value_columns; first += columns)
+        Traits::ValueProduct::multiply(
+            reinterpret_cast<float (&)[product_tiles][4]>(values[0][first / 8]), probabilities[step],
+            tile.at(first / Tile::panel_columns * Tile::panel_bytes + step * 16 * 128), true);
     ptx::wgmma_commit();
   }
 
@@ -253,7 +261,7 @@ struct ColumnsCompute {
     if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
     constexpr int threads = 32 * Shared::readers, chunks = Tile::value_chunks;
     u8* tile = shared.slots[Shared::slot(of_use)];
-    for (int i = Shared::takes_turns ? thread : threadIdx.x - 128; i < tokens * chunks; i += threads) {
+    for (int i = Shared::takes_turns ? thread : thread_of_all; i < tokens * chunks; i += threads) {
       const int row = i / chunks, chunk = i % chunks;
       if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
       *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);

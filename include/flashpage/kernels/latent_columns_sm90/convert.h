@@ -9,10 +9,11 @@
 
 namespace flashpage {
 
-// A lane has the same pieces of each block. It copies them by cp.async and reads no others, so that it waits for the
-// oldest copy alone: when a piece is converted, its place receives that of the next block. Tokens are looked up a block
-// before that. The part's columns of a row have one scale.
-template <class Traits, ColumnsPart part>
+// Two warps have a part, each the rows of half of a block's tokens; a lane has the same pieces of each block. It copies
+// them by cp.async and reads no others, so that it waits for the oldest copy alone: when a piece is converted, its
+// place receives that of the next block. Tokens are looked up a block before that. The part's columns of a row have one
+// scale.
+template <class Traits, bool is_tail>
 struct ColumnsConvert {
   using Shared = ColumnsShared<Traits>;
   using Tile = typename Shared::Tile;
@@ -20,15 +21,19 @@ struct ColumnsConvert {
   using Rows = KvRows<Traits::kv_source>;
   using Present = typename Shared::Present;
   using Format = typename LatentFormatOf<Traits, Traits::latent_format>::type;
-  static constexpr int tokens = Shared::tokens, groups = tokens / 32;
-  static constexpr bool is_tail = part == ColumnsPart::tail;
+  static constexpr int rows = Shared::tokens / Shared::sharers;  // of the warp, in a block
   using Stored = typename select_type<is_tail, typename Format::Rest, E4m3>::type;
   static constexpr int columns = is_tail ? Tile::tail_columns : Tile::part_panels * Tile::panel_columns;
   // Pieces of 16 bytes: of a row, of a lane in all rows, and those that a lane holds.
-  static constexpr int row_pieces = columns * static_cast<int>(sizeof(Stored)) / 16, pieces = tokens * row_pieces / 32;
-  static constexpr int together = 2;  // pieces that are copied and converted together
+  static constexpr int row_pieces = columns * static_cast<int>(sizeof(Stored)) / 16, pieces = rows * row_pieces / 32;
+  static constexpr int together = 2;  // pieces that are copied and converted together: a step
+  // Whether a step is read before the one before it is converted, because a read takes as long. (With 128 rows that
+  // was slower: docs/tried.md.)
+  static constexpr bool reads_ahead = !is_tail && Shared::takes_turns;
   static constexpr int rows_a_pass = 32 / row_pieces;
-  static_assert(pieces <= Shared::pieces_ahead);
+  static constexpr int stride = is_tail ? Tile::tail_stride : 128;  // bytes from row to row in shared memory
+  static_assert(together * rows_a_pass % 8 == 0, "steps that keep the swizzle");
+  static_assert(rows == 32 && pieces <= Shared::pieces_ahead);
   static_assert(Format::quantised == Traits::head_dim_vo && columns <= Format::scale_columns);
   static_assert(is_same<typename Format::Scale, float>, "a part has one scale, of fp32");
 
@@ -42,18 +47,19 @@ struct ColumnsConvert {
 
   Shared& shared;
   const AttentionParams& params;
+  const ColumnsPart part;
   const WidePlace* place;  // in shared memory, because these warps have few registers
-  Row arriving[groups];    // of the lane's tokens in the block whose pieces are in flight
-  i32 found[groups];       // numbers of those of the block after; negative: there is none
+  Row arriving;            // of the lane's token in the block whose pieces are in flight
+  i32 found;               // number of that of the block after, or of the unit's last one; negative: there is none
 
-  FP_DEVICE ColumnsConvert(Shared& shared, const AttentionParams& params, const KvMaps&)
-      : shared(shared), params(params) {}
+  FP_DEVICE ColumnsConvert(Shared& shared, const AttentionParams& params, ColumnsPart part)
+      : shared(shared), params(params), part(part) {}
 
   FP_DEVICE void open(const WidePlace& next) {
     place = &next;
     if (place->blocks == 0) return;
     look_up(0);
-    find_rows(arriving, 0);
+    arriving = row_of(found, 0);
     look_up(1);
     const int lane_row = lane() / row_pieces;
     const u8* const from = first_piece();
@@ -62,95 +68,99 @@ struct ColumnsConvert {
   }
 
   FP_DEVICE void load(int block, u32 use) {
-    Row next[groups];
     const bool has_next = block + 1 < place->blocks;
-    find_rows(next, block + 1);
+    const Row next = row_of(found, block + 1);
     look_up(block + 2);
     // Recomputed in each block, as are the addresses that follow from it: kept, they would spill.
     const int lane_row = lane() / row_pieces, in_row = lane() % row_pieces;
     const u8* const from = first_piece();
     shared.wait_empty(use);
-    const u32 to = shared.block(use) + first_chunk(lane_row, in_row);
-#pragma unroll
+    u32 to = shared.block(use) + first_chunk(sharer() * rows + lane_row, in_row);
+    Step step = arrived(0, lane_row);
+#pragma unroll 1
     for (int i = 0; i < pieces; i += together) {
-      ptx::cp_async_wait<pieces / together - 1>();
-      uint4 words[together];
+      const bool is_last = i + together == pieces;
+      Step later;
+      if (reads_ahead && !is_last) later = arrived(i + together, lane_row);
 #pragma unroll
-      for (int k = 0; k < together; ++k) words[k] = *reinterpret_cast<const uint4*>(own_place(i + k));
-#pragma unroll
-      for (int k = 0; k < together; ++k) {
-        const int first = (i + k) * rows_a_pass;  // row of the pass
-        const float scale = __shfl_sync(0xffffffff, arriving[first / 32].scale, first % 32 + lane_row);
-        write_piece({words[k].x, words[k].y, words[k].z, words[k].w}, to, i + k, scale, is_turned(in_row));
-      }
+      for (int k = 0; k < together; ++k) write_piece(step.words[k], to, k, step.scale[k], is_turned(in_row));
+      to += together * rows_a_pass * stride;
       if (has_next) {
         request(from, next, i, lane_row);
       } else {
         ptx::cp_async_commit();
       }
+      if (!reads_ahead && !is_last) later = arrived(i + together, lane_row);
+      step = later;
     }
     ptx::fence_before_products();
     __syncwarp();
-    u32 present[groups];
-#pragma unroll
-    for (int group = 0; group < groups; ++group) {
-      present[group] = __ballot_sync(0xffffffff, arriving[group].at != nowhere);
-      arriving[group] = next[group];
-    }
+    const Present present{__ballot_sync(0xffffffff, arriving.at != nowhere)};
+    arriving = next;
     if (threadIdx.x % 32 != 0) return;
-    if constexpr (Shared::is_selected && part == ColumnsPart::first) {
-#pragma unroll
-      for (int group = 0; group < groups; ++group) shared.present[Shared::slot(use)][group] = Present{present[group]};
-    }
+    if (Shared::is_selected && part == ColumnsPart::first) shared.present[Shared::slot(use)][sharer()] = present;
     ptx::mbarrier_arrive(shared.full_barrier(use, part));
   }
 
  private:
-  FP_DEVICE i32 token_of(int block, int group) const {
-    return place->first_token + block * tokens + group * 32 + static_cast<int>(threadIdx.x % 32);
+  FP_DEVICE i32 token_of(int block) const {
+    return place->first_token + block * Shared::tokens + sharer() * rows + static_cast<int>(threadIdx.x % 32);
   }
   FP_DEVICE void look_up(int block) {
-    const Rows rows(params, place->place.item.kv_offset);
-#pragma unroll
-    for (int group = 0; group < groups; ++group) {
-      const i32 token = token_of(block, group);
-      found[group] = token < place->place.unit.kv_end ? rows.look_up(token) : -1;
-    }
+    // Without a branch, after which the compiler would wait for the number.
+    const i32 token = min_of(token_of(block), place->place.unit.kv_end - 1);
+    found = Rows(params, place->place.item.kv_offset).look_up(token);
   }
-  FP_DEVICE void find_rows(Row (&rows)[groups], int block) const {
-#pragma unroll
-    for (int group = 0; group < groups; ++group) rows[group] = row_of(found[group], block, group);
-  }
-  FP_DEVICE Row row_of(i32 number, int block, int group) const {
-    if (number < 0) return {nowhere, 0.f};
-    const LatentParts parts = parts_of(number, block, group);
+  FP_DEVICE Row row_of(i32 number, int block) const {
+    if (number < 0 || token_of(block) >= place->place.unit.kv_end) return {nowhere, 0.f};
+    const LatentParts parts = parts_of(number, block);
     float scale = is_tail ? Format::rest_scale(params) : Format::common_scale(params);
     if (!is_tail && Format::has_scales(params))
       scale = __ldg(reinterpret_cast<const float*>(parts.scales) + first_column() / Format::scale_columns);
     return {static_cast<u32>((begin_of(parts) - begin_of(Format::find(params, CacheSlot{0, 0}))) / 16), scale};
   }
-  FP_DEVICE LatentParts parts_of(i32 number, int block, int group) const {
-    const Rows rows(params, place->place.item.kv_offset);
-    return Format::find(params, rows.slot(number, token_of(block, group)));
+  FP_DEVICE LatentParts parts_of(i32 number, int block) const {
+    return Format::find(params, Rows(params, place->place.item.kv_offset).slot(number, token_of(block)));
   }
   FP_DEVICE static const u8* begin_of(const LatentParts& parts) { return is_tail ? parts.rest : parts.quantised; }
   // The first column that this CTA loads, of the row's part.
-  FP_DEVICE static int first_column() {
+  FP_DEVICE int first_column() const {
     const int rank = static_cast<int>(ptx::cluster_rank());
     return is_tail ? rank * columns : rank * Tile::value_columns + (part == ColumnsPart::second ? columns : 0);
   }
 
+  FP_DEVICE static int sharer() { return static_cast<int>(ptx::opaque(threadIdx.x / 32 % Shared::sharers)); }
   FP_DEVICE static int lane() { return static_cast<int>(ptx::opaque(threadIdx.x % 32)); }
-  FP_DEVICE u8* own_place(int i) const { return shared.arriving[static_cast<int>(part)][i][threadIdx.x % 32]; }
+  FP_DEVICE u8* own_place(int i) const {
+    return shared.arriving[static_cast<int>(part)][sharer()][i][threadIdx.x % 32];
+  }
   // The lane's piece of the part's columns in the cache's first row.
   FP_DEVICE const u8* first_piece() const {
     return begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + lane() % row_pieces * 16;
   }
+  // Pieces that are converted together, and their rows' scales.
+  struct Step {
+    u32 words[together][4];
+    float scale[together];
+  };
+  // Waits for the pieces from `i` on, and reads them.
+  FP_DEVICE Step arrived(int i, int lane_row) const {
+    constexpr int later_steps = pieces / together - (reads_ahead ? 2 : 1);  // that may be in flight
+    ptx::cp_async_wait<later_steps>();
+    Step step;
+#pragma unroll
+    for (int k = 0; k < together; ++k) {
+      const uint4 words = *reinterpret_cast<const uint4*>(own_place(i + k));
+      step.words[k][0] = words.x, step.words[k][1] = words.y, step.words[k][2] = words.z, step.words[k][3] = words.w;
+      step.scale[k] = __shfl_sync(0xffffffff, arriving.scale, (i + k) * rows_a_pass + lane_row);
+    }
+    return step;
+  }
   // Requests pieces of a block, in a group of their own. Rows that do not exist become zero.
-  FP_DEVICE void request(const u8* from, const Row (&rows)[groups], int i, int lane_row) const {
+  FP_DEVICE void request(const u8* from, const Row& row, int i, int lane_row) const {
 #pragma unroll
     for (int k = i; k < i + together; ++k) {
-      const u32 at = __shfl_sync(0xffffffff, rows[k * rows_a_pass / 32].at, k * rows_a_pass % 32 + lane_row);
+      const u32 at = __shfl_sync(0xffffffff, row.at, k * rows_a_pass + lane_row);
       const bool exists = at != nowhere;
       ptx::cp_async<16>(ptx::shared_address(own_place(k)), from + static_cast<u64>(exists ? at : 0) * 16, exists);
     }
@@ -160,14 +170,13 @@ struct ColumnsConvert {
   // Lanes of neighbouring panels write their two chunks in different orders, so that eight lanes write to all banks.
   FP_DEVICE static bool is_turned(int in_row) { return is_fp8<Stored> && in_row / 4 % 2 != 0; }
   // The offset of the chunk that a lane writes first, of its first piece.
-  FP_DEVICE static u32 first_chunk(int lane_row, int in_row) {
-    constexpr int first = part == ColumnsPart::second ? columns / 8 : 0;
+  FP_DEVICE u32 first_chunk(int lane_row, int in_row) {
+    const int first = part == ColumnsPart::second ? columns / 8 : 0;
     const int chunk = is_fp8<Stored> ? in_row * 2 + is_turned(in_row) : in_row;
     return is_tail ? Tile::tail_offset(lane_row, chunk) : Tile::chunk_offset(lane_row, first + chunk);
   }
-  // `to`: as first_chunk. Rows that are `rows_a_pass` apart differ in constants, and the second chunk in one bit.
+  // `to`: as first_chunk. Rows of a step differ in constants, and the second chunk in one bit.
   FP_DEVICE static void write_piece(const u32 (&words)[4], u32 to, int i, float scale, bool turned) {
-    constexpr int stride = is_tail ? Tile::tail_stride : 128;
     const auto store = [=](u32 second, const u32(&pairs)[4]) {
       const u32 swizzle = is_tail ? 0 : (i * rows_a_pass & 7) * 16;
       ptx::store_shared((to ^ swizzle ^ second * 16) + i * rows_a_pass * stride, pairs[0], pairs[1], pairs[2],

@@ -18,7 +18,7 @@ struct ScoreExchange {
 
   Shared& shared;
   int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-  int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - WideWarps::loading;
+  int warp = threadIdx.x / 32 - Shared::Warps::loading, group = warp / Shared::Warps::group;
   u32 number = 0;  // blocks that this warp has received
 
   FP_DEVICE explicit ScoreExchange(Shared& shared) : shared(shared) {}

@@ -22,7 +22,7 @@ template <class Given>
 struct LatentColumnsSm90 {
   using Traits = typename ColumnsStages<Given>::Traits;
   using Shared = ColumnsShared<Traits>;
-  using Warps = WideWarps;
+  using Warps = ColumnsWarps<Traits>;
   static constexpr int threads = Warps::threads;
   static constexpr int ctas_per_sm = 1, cluster_rows = 0;
   static constexpr int shared_bytes = sizeof(Shared);
@@ -41,7 +41,11 @@ struct LatentColumnsSm90 {
     }
     ptx::cluster_barrier();  // the other CTA's barriers are initialised too
     ptx::grid_dependency_wait();
-    if (threadIdx.x < Warps::loading * 32) {
+    const bool loads = threadIdx.x < Warps::loading * 32;
+    if (Shared::converts && loads && threadIdx.x >= Warps::first_converter * 32) {
+      ptx::give_registers_back<Shared::converting_registers>();
+      if constexpr (Shared::converts) ColumnsLoad<Traits>(shared, params, maps).convert_values();
+    } else if (loads) {
       ptx::give_registers_back<Shared::loading_registers>();
       ColumnsLoad<Traits>(shared, params, maps).run();
       ptx::grid_dependency_launch();

@@ -179,10 +179,8 @@ struct ColumnsLoad {
   using Shared = ColumnsShared<Traits>;
   using Tile = typename Shared::Tile;
   template <ColumnsPart part>
-  using RowLoader =
-      typename select_type<Shared::converts, ColumnsConvert<Traits, part>, ColumnsRows<Traits, part>>::type;
-  template <ColumnsPart part>
-  using PartLoader = typename select_type<Shared::by_boxes, ColumnsBoxes<Traits, part>, RowLoader<part>>::type;
+  using PartLoader =
+      typename select_type<Shared::by_boxes, ColumnsBoxes<Traits, part>, ColumnsRows<Traits, part>>::type;
 
   Shared& shared;
   const AttentionParams& params;
@@ -194,12 +192,25 @@ struct ColumnsLoad {
       : shared(shared), params(params), maps(maps), units(shared, params) {}
 
   FP_DEVICE void run() {
-    if (warp == 0) load_part<ColumnsPart::first>();
-    if (warp == 1) load_part<ColumnsPart::second>();
-    if constexpr (Tile::tail_columns > 0) {
-      if (warp == 2) load_part<ColumnsPart::tail>();
+    if (warp == Shared::Warps::plan_warp)
+      return units.plan([&](const Place& place, u32 use) { load_query(place, use); });
+    if constexpr (!Shared::converts) {
+      if (warp == 0) return load_part<ColumnsPart::first>();
+      if (warp == 1) return load_part<ColumnsPart::second>();
+      if constexpr (Tile::tail_columns > 0) {
+        if (warp == 2) load_part<ColumnsPart::tail>();
+      }
+    } else if constexpr (Tile::tail_columns > 0) {
+      if (warp < Shared::sharers)
+        units.load_blocks(ColumnsConvert<Traits, true>(shared, params, ColumnsPart::tail), false);
     }
-    if (warp == WideWarps::plan_warp) units.plan([&](const Place& place, u32 use) { load_query(place, use); });
+  }
+
+  // The work of the converting warps.
+  FP_DEVICE void convert_values() const {
+    const int converter = warp - Shared::Warps::first_converter;
+    const auto part = static_cast<ColumnsPart>(converter / Shared::sharers);
+    units.load_blocks(ColumnsConvert<Traits, false>(shared, params, part), converter == 0);
   }
 
  private:

@@ -8,7 +8,11 @@
 namespace flashpage {
 
 template <class Traits>
+using ColumnsWarps = WideWarpsOf<converts_latents<Traits> ? 4 : 0>;
+
+template <class Traits>
 struct ColumnsShared {
+  using Warps = ColumnsWarps<Traits>;
   using Cache = typename Traits::Cache;
   using Tile = ColumnsTile<Traits>;
   static constexpr int tokens = Tile::rows;      // of a block
@@ -17,36 +21,43 @@ struct ColumnsShared {
   // Units of few rows: both warpgroups have all rows, and take blocks in turn.
   static constexpr bool takes_turns = unit_rows == group_rows;
   static constexpr int row_tiles = unit_rows / group_rows;
-  static constexpr int readers = takes_turns ? WideWarps::group : WideWarps::computing;  // warps, of a slot
+  static constexpr int readers = takes_turns ? Warps::group : Warps::computing;  // warps, of a slot
   static constexpr int slots_ahead = Traits::stages, places_ahead = 2;
   static constexpr bool by_boxes = Traits::loader == Loader::boxes;
   static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
   static constexpr bool converts = converts_latents<Traits>;
   using Present = PresentTokens<Traits::kv_source>;
+  // Two warps convert a part, each the rows of half of the tokens.
+  static constexpr int sharers = converts ? 2 : 1;
   // Arrivals at a barrier of a part. The lanes' copies arrive by themselves; the first part's warp also notes
   // `present`.
-  static constexpr int copied = by_boxes || converts ? 1 : 32, noted = by_boxes || converts || !is_selected ? 0 : 1;
+  static constexpr int copied = by_boxes || converts ? sharers : 32;
+  static constexpr int noted = by_boxes || converts || !is_selected ? 0 : 1;
   // Warps that load row by row need more registers. Warpgroups that take turns have no scores in flight, and leave
   // more.
-  static constexpr int loading_registers = by_boxes ? WideWarps::loading_registers : takes_turns ? 72 : 56;
-  static constexpr int computing_registers = by_boxes ? WideWarps::computing_registers : takes_turns ? 216 : 224;
-  static constexpr int pieces_ahead = converts ? 16 : 1;  // of 16 bytes, of each lane of a converting warp: a block
-  static_assert(WideWarps::fit(loading_registers, computing_registers));
+  static constexpr int loading_registers = converts ? 48 : by_boxes ? Warps::loading_registers : takes_turns ? 72 : 56;
+  static constexpr int converting_registers = 64;
+  static constexpr int computing_registers = converts      ? 200
+                                             : by_boxes    ? Warps::computing_registers
+                                             : takes_turns ? 216
+                                                           : 224;
+  static constexpr int pieces_ahead = converts ? 8 : 1;  // of 16 bytes, of each lane of a converting warp: a block
+  static_assert(Warps::fit(loading_registers, computing_registers, converting_registers));
   static_assert(!takes_turns || slots_ahead % 2 == 0);
   static_assert(Traits::tile_kv == tokens && Traits::ctas == 2 && unit_rows % group_rows == 0 && row_tiles <= 2);
 
   alignas(1024) u8 query[row_tiles][Tile::bytes];
   alignas(1024) u8 slots[slots_ahead][Tile::bytes];
   // The other CTA's sums of scores, for each thread of a warpgroup. They also pass values between the warpgroups.
-  alignas(128) float4 received[WideWarps::groups][tokens / 8][32 * WideWarps::group];
-  float2 states[WideWarps::groups][group_rows];                 // maxima and sums, where warpgroups take turns
+  alignas(128) float4 received[Warps::groups][tokens / 8][32 * Warps::group];
+  float2 states[Warps::groups][group_rows];                     // maxima and sums, where warpgroups take turns
   Present present[is_selected ? slots_ahead : 1][tokens / 32];  // of a slot
-  alignas(16) u8 arriving[converts ? Tile::loaded_parts : 1][pieces_ahead][converts ? 32 : 1][16];
+  alignas(16) u8 arriving[converts ? Tile::loaded_parts : 1][sharers][pieces_ahead][converts ? 32 : 1][16];
   WidePlace places[places_ahead];
   PlaceCursor cursor;
   u64 full[slots_ahead][columns_parts];
   u64 empty[slots_ahead];
-  u64 scores_full[WideWarps::computing], scores_read[WideWarps::computing];  // of each warp's part of `received`
+  u64 scores_full[Warps::computing], scores_read[Warps::computing];  // of each warp's part of `received`
   SlotRing<places_ahead> place_ring;
   SlotRing<1> query_ring;
 
@@ -58,8 +69,8 @@ struct ColumnsShared {
     for (u64& barrier : empty) ptx::mbarrier_init(ptx::shared_address(&barrier), readers);
     for (u64& barrier : scores_full) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
     for (u64& barrier : scores_read) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
-    place_ring.init(1, WideWarps::computing + Tile::loaded_parts);
-    query_ring.init(32, WideWarps::computing);
+    place_ring.init(1, Warps::computing + Tile::loaded_parts * sharers);
+    query_ring.init(32, Warps::computing);
     ptx::mbarrier_init_fence();
   }
 

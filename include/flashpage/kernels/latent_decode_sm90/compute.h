@@ -84,7 +84,7 @@ struct LatentCompute {
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
       if constexpr (Shared::is_selected) {
-        hide_missing(scores, shared.present[shared.ring.slot(use + slot)][warp * 16 / Shared::noted]);
+        hide_missing(scores, shared.present[shared.ring.slot(use + slot)]);
       } else if (first < unit.all_begin || first + tokens > unit.all_end) {
         mask(scores, item, unit, first);
       }
@@ -189,10 +189,11 @@ struct LatentCompute {
   }
 
   // Hides the places of a list that have no token; a row that lists its tokens sees all others.
-  FP_DEVICE void hide_missing(Scores& scores, typename Shared::Present present) const {
+  FP_DEVICE void hide_missing(Scores& scores, const typename Shared::Present* present) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (present.has(warp * 16 % Shared::noted + h * 8 + lane / 4)) continue;
+      const int token = warp * 16 + h * 8 + lane / 4;
+      if (present[token / Shared::noted].has(token % Shared::noted)) continue;
 #pragma unroll
       for (int n = 0; n < tiles; ++n) scores[n][h * 2] = scores[n][h * 2 + 1] = ptx::negative_infinity();
     }

@@ -1,9 +1,9 @@
 // The converting warps of latent_decode_sm90: they copy rows in fp8 to memory of their own, and write them to slots in
 // the type of the products.
 //
-// Each warp has a quarter of a slot's rows, each lane the same pieces of every slot's rows: scales, fp8 numbers, the
-// rest. A lane copies its own pieces by cp.async and reads no others, so that it waits for the oldest copy alone and
-// warps need not wait for each other. When a piece is converted, its place receives a later one.
+// Each warp has an equal part of a slot's rows, each lane the same pieces of every slot's rows: scales, fp8 numbers,
+// the rest. A lane copies its own pieces by cp.async and reads no others, so that it waits for the oldest copy alone
+// and warps need not wait for each other. When a piece is converted, its place receives a later one.
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/shared.h"
 #include "flashpage/ptx/cache_policy.h"
@@ -30,12 +30,11 @@ struct LatentConvert {
   static constexpr int rest_pieces = rows * rest_row_pieces / 32;
   static constexpr int scale_bytes = Format::num_scales * static_cast<int>(sizeof(Scale)), row_scales = scale_bytes / 8;
   // A lane's groups of pieces in a slot, each of which is copied and converted together: scales, numbers, the rest.
-  static constexpr int together = 2;
+  static constexpr int together = pieces % 2 == 0 && rest_pieces % 2 == 0 ? 2 : 1;
   static constexpr int first_quantised = row_scales > 0 ? 1 : 0, first_rest = first_quantised + pieces / together;
   static constexpr int groups = first_rest + rest_pieces / together;
   static constexpr int in_flight = min_of(groups, Shared::pieces_ahead / together);
-  static_assert(pieces % together == 0 && rest_pieces % together == 0 && rows == 16 && rows * row_pieces % 32 == 0 &&
-                rows * rest_row_pieces % 32 == 0);
+  static_assert(rows * max_of(row_scales, 1) <= 32 && rows * row_pieces % 32 == 0 && rows * rest_row_pieces % 32 == 0);
   static_assert(scale_bytes <= Shared::scale_bytes && scale_bytes % 8 == 0 && Format::quantised % 64 == 0);
 
   // Where the rows of a slot are; lanes `rows` apart have the same row.
@@ -56,7 +55,8 @@ struct LatentConvert {
   u32 unit_use = 0;  // units that were opened
   i64 offset = 0;    // of the unit
   i32 token = 0, kv_end = 0, slots_left = 0;
-  int place = 0;  // of the lane's next group, among those in flight
+  int place = 0;           // of the lane's next group, among those in flight
+  u32 words[together][4];  // of that group, read while the one before is converted
   const u64 policy = ptx::evict_first();
 
   FP_DEVICE LatentConvert(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
@@ -66,6 +66,11 @@ struct LatentConvert {
     Position ahead = advance();
     for (u32 use = 0;;) {
       const Source next = find(ahead);
+      // The page numbers after it arrive meanwhile, unless they are of the next unit, which may be published only after
+      // this slot is computed.
+      const bool is_open = slots_left > 0;
+      Position after;
+      if (is_open) after = advance();
       if (here.is_slot) {
         shared.ring.wait_empty(use);
         convert(here, next, use);
@@ -75,8 +80,7 @@ struct LatentConvert {
       }
       if (ahead.done) return;
       here = next;
-      // Only now, because the next unit may be published after this slot is computed.
-      ahead = advance();
+      ahead = is_open ? after : advance();
     }
   }
 
@@ -100,17 +104,17 @@ struct LatentConvert {
     return {of_lane < kv_end ? Rows(params, offset).look_up(of_lane) : -1, of_lane, true, false};
   }
 
+  // Not a branch: the page number must have arrived on every path before the next one is looked up.
   FP_DEVICE Source find(const Position& at) const {
-    if (!at.is_slot) return {};
     const bool exists = at.found >= 0;
     const CacheSlot slot = Rows(params, offset).slot(max_of(at.found, 0), exists ? at.token : 0);
     const LatentParts parts = Format::find(params, slot);
     const u32 present = __ballot_sync(0xffffffff, exists) & ((1u << rows) - 1);
     return {reinterpret_cast<u64>(parts.quantised), reinterpret_cast<u64>(parts.rest),
-            reinterpret_cast<u64>(parts.scales), present, true};
+            reinterpret_cast<u64>(parts.scales), present, at.is_slot};
   }
 
-  FP_DEVICE u8* own_place(int i) const { return shared.arriving[warp][place * together + i][lane]; }
+  FP_DEVICE u8* own_place(int of_group, int i) const { return shared.arriving[warp][of_group * together + i][lane]; }
   FP_DEVICE void next_place() { place = place + 1 == in_flight ? 0 : place + 1; }
 
   // Calls use(i, row, piece of the row) for the pieces of a group of numbers or of the rest.
@@ -123,34 +127,43 @@ struct LatentConvert {
     }
   }
 
-  // Requests a group of a slot. Rows that do not exist become zero.
-  FP_DEVICE void request(const Source& of, int group) const {
+  // Requests a group of a slot, which arrives at `to`. Rows that do not exist become zero.
+  FP_DEVICE void request(const Source& of, int group, int to) const {
     if (of.is_slot) {
       if (group < first_quantised) {
         const bool is_stored = Format::has_scales(params);
-        copy<8>(of, of.scales, lane / max_of(row_scales, 1) % rows, lane % max_of(row_scales, 1), 0, is_stored);
+        copy<8>(of, of.scales, lane / max_of(row_scales, 1) % rows, lane % max_of(row_scales, 1), to, 0, is_stored);
       } else if (group < first_rest) {
         for_pieces<row_pieces>(group - first_quantised,
-                               [&](int i, int row, int in_row) { copy<16>(of, of.quantised, row, in_row, i); });
+                               [&](int i, int row, int in_row) { copy<16>(of, of.quantised, row, in_row, to, i); });
       } else {
         for_pieces<rest_row_pieces>(group - first_rest,
-                                    [&](int i, int row, int in_row) { copy<16>(of, of.rest, row, in_row, i); });
+                                    [&](int i, int row, int in_row) { copy<16>(of, of.rest, row, in_row, to, i); });
       }
     }
     ptx::cp_async_commit();
   }
   template <int bytes>
-  FP_DEVICE void copy(const Source& of, u64 rows_at, int row, int in_row, int i, bool is_stored = true) const {
+  FP_DEVICE void copy(const Source& of, u64 rows_at, int row, int in_row, int to, int i, bool is_stored = true) const {
     const u64 from = __shfl_sync(0xffffffff, rows_at, row) + in_row * bytes;
     const bool exists = is_stored && (of.present >> row & 1);
-    ptx::cp_async<bytes>(ptx::shared_address(own_place(i)), reinterpret_cast<const void*>(from), exists, policy);
+    ptx::cp_async<bytes>(ptx::shared_address(own_place(to, i)), reinterpret_cast<const void*>(from), exists, policy);
   }
 
   FP_DEVICE void request_first(const Source& of) {
 #pragma unroll
     for (int group = 0; group < in_flight; ++group) {
-      request(of, group);
+      request(of, group, place);
       next_place();
+    }
+    ptx::cp_async_wait<in_flight - 1>();
+    read_words();
+  }
+  FP_DEVICE void read_words() {
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      const uint4 four = *reinterpret_cast<const uint4*>(own_place(place, i));
+      words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
     }
   }
 
@@ -159,33 +172,31 @@ struct LatentConvert {
     const u32 tile = ptx::shared_address(shared.slots[shared.ring.slot(use)]) + warp * rows * Slot::stride;
 #pragma unroll
     for (int group = 0; group < groups; ++group) {
-      ptx::cp_async_wait<in_flight - 1>();
-      if (group < first_quantised) {
-        write_scales();
-      } else {
-        u32 words[together][4];
+      u32 arrived[together][4];
 #pragma unroll
-        for (int i = 0; i < together; ++i) {
-          const uint4 four = *reinterpret_cast<const uint4*>(own_place(i));
-          words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
-        }
-        if (group < first_rest) {
-          for_pieces<row_pieces>(group - first_quantised,
-                                 [&](int i, int row, int in_row) { write_quantised(words[i], tile, row, in_row); });
-        } else {
-          for_pieces<rest_row_pieces>(group - first_rest,
-                                      [&](int i, int row, int in_row) { write_rest(words[i], tile, row, in_row); });
-        }
+      for (int i = 0; i < together; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) arrived[i][k] = words[i][k];
+      const int free_place = place;
+      next_place();
+      ptx::cp_async_wait<in_flight - 2>();
+      read_words();
+      if (group < first_quantised) {
+        write_scales(make_uint2(arrived[0][0], arrived[0][1]));
+      } else if (group < first_rest) {
+        for_pieces<row_pieces>(group - first_quantised,
+                               [&](int i, int row, int in_row) { write_quantised(arrived[i], tile, row, in_row); });
+      } else {
+        for_pieces<rest_row_pieces>(group - first_rest,
+                                    [&](int i, int row, int in_row) { write_rest(arrived[i], tile, row, in_row); });
       }
       const int later = group + in_flight;
-      request(later < groups ? here : next, later % groups);
-      next_place();
+      request(later < groups ? here : next, later % groups, free_place);
     }
   }
 
   // All lanes read the scales of the slot before.
-  FP_DEVICE void write_scales() const {
-    const uint2 own = *reinterpret_cast<const uint2*>(own_place(0));
+  FP_DEVICE void write_scales(uint2 own) const {
     const int row = lane / max_of(row_scales, 1);
     __syncwarp();
     if (row < rows)

@@ -41,7 +41,7 @@ struct LatentDecodeSm90 {
     }
     __syncthreads();
     if (Shared::converts && loads && threadIdx.x >= Warps::first_converter * 32) {
-      ptx::take_registers<Warps::converting_registers>();
+      ptx::change_registers<Warps::first_registers, Warps::converting_registers>();
       if constexpr (Shared::converts) LatentConvert<Traits>(shared, params).run();
     } else if (loads) {
       ptx::give_registers_back<Warps::loading_registers>();

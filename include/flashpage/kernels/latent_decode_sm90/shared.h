@@ -9,23 +9,29 @@
 
 namespace flashpage {
 
-// Rows in fp8 have a second loading warpgroup, which converts them.
-template <bool converts>
+// Rows in fp8 have more loading warpgroups, which convert them: two of them, where few packed rows leave the registers.
+template <int converters_>
 struct LatentWarpsOf {
-  static constexpr int loading = converts ? 8 : 4;  // warpgroups, because setmaxnreg works on warpgroups
   static constexpr int slot_loaders = 2, publisher = 3;
-  static constexpr int first_converter = 4, converters = converts ? 4 : 0;
-  static constexpr int team = 4;   // a warpgroup, whose warps share the tokens of a slot
-  static constexpr int teams = 2;  // share the columns of a slot
+  static constexpr int first_converter = 4, converters = converters_;
+  static constexpr int loading = first_converter + converters;  // warpgroups, because setmaxnreg works on warpgroups
+  static constexpr int team = 4;                                // a warpgroup, whose warps share the tokens of a slot
+  static constexpr int teams = 2;                               // share the columns of a slot
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place
-  static constexpr int loading_registers = converts ? 72 : 104;
-  static constexpr int converting_registers = 136;
-  static constexpr int computing_registers = converts ? 152 : 200;
+  // Registers of a thread. What all threads begin with is also the sum that they can divide.
+  static constexpr int first_registers = 65536 / threads / 8 * 8;
+  static constexpr int loading_registers = converters == 0 ? 104 : converters == 4 ? 72 : 64;
+  static constexpr int converting_registers = converters == 4 ? 136 : 72;
+  static constexpr int computing_registers = converters == 0 ? 200 : converters == 4 ? 152 : 136;
+  static_assert(4 * loading_registers + converters * converting_registers + computing * computing_registers <=
+                (loading + computing) * first_registers);
 };
 template <class Traits>
-using LatentWarps = LatentWarpsOf<converts_latents<Traits>>;
+using LatentWarps = LatentWarpsOf<!converts_latents<Traits> ? 0
+                                  : Traits::tile_q <= 16    ? 8
+                                                            : 4>;
 
 // A unit's tokens, as the converting warps see them.
 struct ConvertedUnit {
@@ -53,7 +59,7 @@ struct LatentShared {
   static constexpr int slot_bytes = Slot::tile_bytes;
   static constexpr int places_ahead = QueryRows::tile_bytes <= 20480 && !converts ? 2 : 1;
   // Pieces of 16 bytes that each lane of a converting warp has in flight; for more rows memory has no room for more.
-  static constexpr int pieces_ahead = !converts ? 0 : rows <= 16 ? 24 : 11;
+  static constexpr int pieces_ahead = !converts ? 0 : (rows <= 16 ? 96 : 44) / max_of(1, Warps::converters);
   static_assert(tokens == 64 && rows % 16 == 0 && Probabilities::panels == 1 && Slot::panel_columns == 64);
   static_assert(Traits::head_dim_vo % 128 == 0 && Traits::head_dim_qk % 16 == 0, "blocks of two teams, whole steps");
   static_assert(Traits::warps_q == 1 && Traits::warps_kv == Warps::team && Traits::warps_v == Warps::teams);

@@ -7,5 +7,7 @@ template <int count>
 void give_registers_back() {}
 template <int count>
 void take_registers() {}
+template <int before, int after>
+void change_registers() {}
 
 }  // namespace flashpage::ptx
