@@ -164,7 +164,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
             piece_tokens=32,
             ns_per_unit=500.0 if _is_16_bit(work) else 1000.0,
             ns_per_cluster_merge=1800.0,
-            full_speed_share=_full_speed_share(work),
+            full_speed_share=work.card.full_speed_share_of(_loading_ns(work), _conversion_ns(work)),
         ),
     )
 
@@ -192,12 +192,6 @@ def _conversion_ns(work: Work) -> float:
     64 x 4k with heads of 64 and 128."""
     has_four_bits = work.options.has_formats and any(side.bits == 4 for side in work.options.formats)
     return 2.9 + 0.0133 * work.columns if has_four_bits else 0.0
-
-
-def _full_speed_share(work: Work) -> float:
-    """A CTA loads faster while others do not, but converts no faster."""
-    loading, converting = _loading_ns(work), _conversion_ns(work)
-    return max(work.card.full_speed_share * loading, converting) / max(loading, converting)
 
 
 def _line_bytes(spec: KernelSpec) -> int:

@@ -68,6 +68,11 @@ class Device:
         so a single SM reads 63.9 bytes a nanosecond (tests/bench/cluster.py)."""
         return min(1.0, self.sm_bytes_per_ns / 63.9)
 
+    def full_speed_share_of(self, loading_ns: float, converting_ns: float) -> float:
+        """The same where a token takes an SM both times, side by side: a SM loads faster while others do not, but
+        converts no faster."""
+        return max(self.full_speed_share * loading_ns, converting_ns) / max(loading_ns, converting_ns)
+
     def part(self, sms: int) -> Device:
         """A partition with so many SMs and their share of the L2 and of both rates, such as a MIG slice."""
         share = sms / self.sms

@@ -65,14 +65,19 @@ def loader(options: Options) -> str:
     return boxes_or_rows(options) if options.latent_format == latent_formats.PLAIN else "rows"
 
 
+def _conversion_ns(work: Work, tile: Tile) -> float:
+    """The time in which an SM converts a row in fp8, longer than that to load one: fitted on an H200 to 64 x 8k."""
+    if work.options.latent_format == latent_formats.PLAIN:
+        return 0.0
+    return 38.0 if tile.tile_q <= 16 else 55.0
+
+
 def _cost(work: Work, tile: Tile) -> Cost:
-    card, converts = work.card, work.options.latent_format != latent_formats.PLAIN
+    loading, converting = work.options.token_bytes / work.card.sm_bytes_per_ns, _conversion_ns(work, tile)
     return Cost(
         heads_on_axis=False,
-        # An SM converts a row in fp8 in 75 ns, longer than it loads one: fitted on an H200 to 64 x 4k, as are 5 us of a
-        # unit, to lognormal lengths.
-        ns_per_token=max(work.options.token_bytes / card.sm_bytes_per_ns, 75.0 if converts else 0.0),
-        ns_per_unit=5000.0,
+        ns_per_token=max(loading, converting),
+        ns_per_unit=5000.0,  # fitted on an H200 to lognormal lengths
         ns_per_piece=1500.0,
         min_piece_tokens=128,
         merge_rows=tile.tile_q,
@@ -81,7 +86,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
             piece_tokens=_TOKENS,
             ns_per_unit=500.0,
             ns_per_cluster_merge=1800.0,
-            full_speed_share=card.full_speed_share,
+            full_speed_share=work.card.full_speed_share_of(loading, converting),
         ),
     )
 

@@ -25,7 +25,16 @@ from flashpage.variants.source import render
 ROOT = Path(__file__).resolve().parents[2]
 # -Og compiles little faster, and its code takes twice as long; compiling with -O2 costs more than all runs.
 # Builds with _FORTIFY_SOURCE, the default of some systems, abort when longjmp changes to another fiber's stack.
-FLAGS = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
+# Without -fno-gnu-unique, libraries would share variables of the same name, such as the emulated card's barriers.
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-U_FORTIFY_SOURCE",
+    "-fno-gnu-unique",
+    "-fPIC",
+    f"-I{ROOT / 'include'}",
+    f"-I{ROOT / 'csrc'}",
+]
 FOLDER = "FLASHPAGE_TEST_BUILDS"  # environment variable: the folder of all builds, equal in all processes
 QUICK_CXX = shlex.quote(str(Path(__file__).with_name("quick_cxx")))  # a value of FLASHPAGE_CXX
 KEPT_SECONDS = 14 * 86400  # builds that no session has used for this long are removed
