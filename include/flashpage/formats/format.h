@@ -70,6 +70,7 @@ inline constexpr bool is_plain_format = Format::scale_columns == 0;
 
 template <class Format>
 FP_HOST_DEVICE constexpr int row_bytes(int columns) {
+  static_assert(Format::bits == 4 || Format::bits % 8 == 0, "numbers have 4, 8, 16 or 32 bits");
   return columns * Format::bits / 8;
 }
 template <class Format>

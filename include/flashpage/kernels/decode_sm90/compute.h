@@ -24,6 +24,10 @@ struct DecodeCompute {
   using Shared = DecodeShared<Traits>;
   using KeyFormat = typename S::Formats::Key;
   using ValueFormat = typename S::Formats::Value;
+  static_assert(!has_block_scales<KeyFormat> || S::Formats::key_bits == 4, "scales of 16 columns are of 4 bits");
+  static_assert(!has_block_scales<ValueFormat> || S::Formats::value_bits == 4, "scales of 16 columns are of 4 bits");
+  static_assert(!KeyFormat::has_zero || S::Formats::key_bits == 4, "zero points are of 4 bits");
+  static_assert(!ValueFormat::has_zero || S::Formats::value_bits == 4, "zero points are of 4 bits");
   static constexpr int tokens = Shared::tokens;
   static constexpr int threads = S::threads;
   static constexpr int teams = Warps::teams;

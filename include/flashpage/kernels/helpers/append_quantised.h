@@ -85,7 +85,8 @@ struct QuantisedColumns {
       widest = larger_magnitude(widest, element);
     }
     constexpr int sharing = Format::scale_columns == count ? 1 : lanes;
-    static_assert(Format::scale_columns == count || Format::scale_columns >= columns);
+    static_assert(Format::scale_columns == count || Format::scale_columns >= columns,
+                  "a scale belongs to 16 columns (one lane) or to the whole row");
 #pragma unroll
     for (int apart = 1; apart < sharing; apart *= 2) {
       const auto of_other = [&](float mine) { return __shfl_xor_sync(0xffffffff, mine, apart); };
