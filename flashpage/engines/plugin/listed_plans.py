@@ -18,7 +18,7 @@ class ListedPlans:
 
     Args:
         arguments: of BatchMLASparseAttentionWrapper.plan.
-        kept_rows: plans of at most so many rows are kept, as captured steps have them; of more rows, the last two.
+        kept_rows: the largest captured step. Plans of at most so many rows stay; of larger ones the last two.
     """
 
     def __init__(self, arguments: dict[str, Any], kept_rows: int, device: torch.device, workspaces: Workspaces) -> None:
@@ -28,8 +28,7 @@ class ListedPlans:
         self._last: dict[int, BatchMLASparseAttentionWrapper] = {}  # of more rows: a step's, and its decodes'
 
     def plan(self, lists: torch.Tensor) -> None:
-        """Plans for as many rows and entries as `lists` has, if there is no plan for them; not while a step is
-        captured."""
+        """Plans for len(lists) rows unless there is a plan; call it outside of captures."""
         rows = len(lists)
         if rows == 0 or rows in self._kept:
             return
