@@ -72,9 +72,9 @@ def _swaps(work: Work) -> bool:
 
 def _swapped_teams(options: Options) -> int:
     """Teams of one warp, of which twelve find room, as their accumulators are half as large. Eight are faster where
-    blocks of columns share a scale and boxes bring the rows: fewer warps share the issue slots."""
-    has_blocks = all(0 < side.scale_columns < kv_formats.WHOLE_ROW for side in options.formats)
-    return 8 if has_blocks and boxes_or_rows(options) == "boxes" else 12
+    groups of columns share a scale and boxes bring the rows: fewer warps share the issue slots."""
+    has_groups = all(0 < side.scale_columns < kv_formats.WHOLE_ROW for side in options.formats)
+    return 8 if has_groups and boxes_or_rows(options) == "boxes" else 12
 
 
 def _is_small(work: Work) -> bool:

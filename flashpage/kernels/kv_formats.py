@@ -26,8 +26,14 @@ class KvFormat:
     scale_columns: int  # columns that share a scale; 0: no scales of its own; WHOLE_ROW: one for a token and head
     scales: tuple[str, ...]  # torch's names of types that scales may have
     has_zero: bool  # whether a scale holds a zero point
-    is_rotated: bool  # rows are multiplied by a Hadamard matrix as they are appended, and so are queries: for K alone
+    # The format of the same rows before a Hadamard matrix multiplies them as they are appended, and queries too: for K
+    # alone. Empty: no matrix does.
+    unrotated: str
     why: str
+
+    @property
+    def is_hadamard(self) -> bool:
+        return bool(self.unrotated)
 
     @property
     def is_plain(self) -> bool:
@@ -62,28 +68,46 @@ class KvFormat:
 WHOLE_ROW = 1 << 16  # whole_row of include/flashpage/formats/format.h
 
 
-def _of_tokens(name: str, cpp: str, stored: tuple[str, ...], bits: int, why: str, **others: Any) -> KvFormat:
-    header = name.removesuffix("_rotated")
-    flags = {"has_zero": False, "is_rotated": False} | others
-    return KvFormat(name, header, cpp, stored, bits, WHOLE_ROW, ("float32",), why=why, **flags)
+def _with_token_scale(
+    name: str, cpp: str, stored: tuple[str, ...], bits: int, why: str, has_zero: bool = False, unrotated: str = ""
+) -> KvFormat:
+    header, scales = unrotated or name, ("float32",)
+    return KvFormat(name, header, cpp, stored, bits, WHOLE_ROW, scales, has_zero, unrotated, why)
 
 
-_FP4 = ("uint8", "float4_e2m1fn_x2")
 _ROWS = (
     KvFormat(
-        *("nvfp4", "nvfp4", "Nvfp4", _FP4, 4, 16, ("float8_e4m3fn", "uint8"), False, False),
+        name="nvfp4",
+        header="nvfp4",
+        cpp="Nvfp4",
+        stored=("uint8", "float4_e2m1fn_x2"),
+        bits=4,
+        scale_columns=16,
+        scales=("float8_e4m3fn", "uint8"),
+        has_zero=False,
+        unrotated="",
         why="FlashInfer's and vLLM's cache of 4.5 bits: e2m1, an e4m3 scale for 16 columns, k_scale and v_scale",
     ),
-    _of_tokens("e4m3_token", "E4m3Token", ("float8_e4m3fn", "uint8"), 8, "fp8 that needs no calibration"),
-    _of_tokens("int8_token", "Int8Token", ("int8",), 8, "as e4m3_token, with an error of half a step everywhere"),
-    _of_tokens(
-        *("int4_token", "Int4Token", ("uint8",), 4, "vLLM's int4_per_token_head, 4.25 bits for 128 columns"),
+    _with_token_scale("e4m3_token", "E4m3Token", ("float8_e4m3fn", "uint8"), 8, "fp8 that needs no calibration"),
+    _with_token_scale(
+        "int8_token", "Int8Token", ("int8",), 8, "as e4m3_token, with an error of half a step everywhere"
+    ),
+    _with_token_scale(
+        name="int4_token",
+        cpp="Int4Token",
+        stored=("uint8",),
+        bits=4,
+        why="vLLM's int4_per_token_head, 4.25 bits for 128 columns",
         has_zero=True,
     ),
-    _of_tokens(
-        *("int4_token_rotated", "Int4Token", ("uint8",), 4, "int4_token whose outlier channels are spread over a row"),
+    _with_token_scale(
+        name="int4_token_rotated",
+        cpp="Int4Token",
+        stored=("uint8",),
+        bits=4,
+        why="int4_token whose outlier channels are spread over a row",
         has_zero=True,
-        is_rotated=True,
+        unrotated="int4_token",
     ),
 )
 FORMATS = {row.name: row for row in _ROWS}
@@ -97,17 +121,22 @@ _PLAIN = {
         scale_columns=0,
         scales=(),
         has_zero=False,
-        is_rotated=False,
+        unrotated="",
         why="elements as they are",
     )
     for dtype in DType.elements()
 }
-NAMES = (PLAIN, *FORMATS, *_PLAIN)  # of KernelSpec.k_format and v_format
+NAMES = (PLAIN, *FORMATS, *_PLAIN)  # what KernelSpec.k_format and v_format may be
 
 
 def find(name: str, kv_dtype: DType) -> KvFormat:
     """The format of that name; PLAIN: of elements of kv_dtype."""
     return FORMATS.get(name) or _PLAIN[kv_dtype.value if name == PLAIN else name]
+
+
+def unrotated(name: str) -> str:
+    """The format by which kernels convert rows of that format, of any name in NAMES."""
+    return name if name not in FORMATS else FORMATS[name].unrotated or name
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -134,13 +163,13 @@ def check(kv_format: Any, kv_data_type: Any, q_dtype: DType) -> StoredAs:
     if is_pair and len(kv_format) != 2:
         raise PlanError(f"kv_format has {len(kv_format)} entries: pass one name, or a pair for K and V.")
     k, v = (_name(entry, q_dtype) for entry in (kv_format if is_pair else (kv_format, kv_format)))
-    if v in FORMATS and FORMATS[v].is_rotated:
-        if is_pair:
-            raise PlanError(f"kv_format={checks.shown(kv_format)}: rows of V are not rotated: pass {v[:-8]!r} for V.")
-        v = v.removesuffix("_rotated")
+    if is_pair and unrotated(v) != v:
+        found = checks.shown(kv_format)
+        raise PlanError(f"kv_format={found}: rows of V are not rotated: pass {unrotated(v)!r} for V.")
+    v = unrotated(v)
     if k == v and k in _PLAIN:
         raise PlanError(f"kv_format={checks.shown(kv_format)} is an element type: pass it as kv_data_type.")
-    if k in FORMATS and FORMATS[k].is_rotated and q_dtype.is_fp8:
+    if k in FORMATS and FORMATS[k].is_hadamard and q_dtype.is_fp8:
         raise PlanError(f"kv_format={k!r} rotates queries, which q_data_type {q_dtype.value} is too coarse for.")
     _check_data_type(kv_data_type, k, v)
     return StoredAs(DType.BYTES, k, v)
@@ -203,7 +232,7 @@ def check_columns(
             continue
         if FORMATS[side].bits == 4 and dim % 16:
             raise PlanError(f"{name}={dim} is not a multiple of 16, which rows of {side} have: pad the rows.")
-        if FORMATS[side].is_rotated and dim & (dim - 1):
+        if FORMATS[side].is_hadamard and dim & (dim - 1):
             raise PlanError(
-                f"{name}={dim} is not a power of two, as rows of {side} must be: pass kv_format={side[:-8]!r}."
+                f"{name}={dim} is not a power of two, as rows of {side} must be: pass kv_format={unrotated(side)!r}."
             )

@@ -213,7 +213,7 @@ def scale_views(
 
 def _rows_of_pages(views: tuple[kv_view.View, kv_view.View], options: Options) -> tuple[kv_view.View, kv_view.View]:
     """Without the distance of tokens, if the format has another one."""
-    packed, rows = options.packed_rows, views[0]
+    packed, rows = options.latent_row_format, views[0]
     if packed is None or not packed.by_page:
         return views
     if rows.page_size > 1 and rows.token_stride != packed.row_bytes:

@@ -119,7 +119,7 @@ def nvfp4_quantize_append_paged_kv_cache(
         append_key, append_value: [nnz, num_kv_heads, head_dim] of 16 or 32 bits.
         paged_kv_cache: uint8, as in the wrappers' run, with head_dim / 2 columns; written.
         kv_cache_sf: float8_e4m3fn, with head_dim / 16 columns; written.
-        k_scale, v_scale: positive numbers, the scales of the tensors: an element is a number times its block's scale
+        k_scale, v_scale: positive numbers, the scales of the tensors: an element is a number times its group's scale
             times this.
 
     The other arguments are those of append_paged_kv_cache.

@@ -157,7 +157,7 @@ class QuantisedWrite:
             value_head_stride=self._rows[1].stride(1),
             nnz=len(places.positions),
             num_kv_heads=self._rows[0].shape[1],
-            rotates_keys=self.formats[0].is_rotated,
+            rotates_keys=self.formats[0].is_hadamard,
             stops_at_bad_scales=self.waits_for_scales and is_capturing(self.device),
             num_slots=min(self.views[0].num_pages * self.views[0].page_size, 2**31 - 1),
             page=native.make_fast_div(self.views[0].page_size),
@@ -237,7 +237,7 @@ class QuantisedWrite:
             kv_dtype=DType.BYTES,
             head_dim_qk=key.shape[2],
             head_dim_vo=value.shape[2],
-            k_format=self.formats[0].name.removesuffix("_rotated"),
+            k_format=kv_formats.unrotated(self.formats[0].name),
             v_format=self.formats[1].name,
         )
         for name, dim in (("append_key", key.shape[2]), ("append_value", value.shape[2])):

@@ -76,7 +76,7 @@ struct QuantisedColumns {
     multiply(1.f / sqrtf(static_cast<float>(columns)));
   }
 
-  // The scale of the lane's columns: of a block or, by all lanes of the row, of the whole row.
+  // The scale of the lane's columns: of a group or, by all lanes of the row, of the whole row.
   FP_DEVICE typename Format::Scale find_scale() const {
     float least = 0.f, most = 0.f, widest = 0.f;  // fminf and fmaxf leave NaN out
 #pragma unroll
