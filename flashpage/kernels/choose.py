@@ -1,4 +1,4 @@
-"""Chooses a kernel for a plan's work; a refusal gives every kernel's reasons."""
+"""Chooses a kernel for a plan's work; a refusal gives the reasons of the device's kernels."""
 
 from __future__ import annotations
 

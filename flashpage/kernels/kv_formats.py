@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ class KvFormat:
     def row_scales(self, columns: int) -> int:
         """Scales of a row."""
         return 0 if self.is_plain else -(-columns // self.scale_columns)
+
+    def scales_shape(self, rows: tuple[int, ...], columns: int) -> tuple[int, ...]:
+        """The shape of the scales of a tensor of rows: one scale a row has no dimension."""
+        count = self.row_scales(columns)
+        return (*rows[:-1], count) if count > 1 else tuple(rows[:-1])
 
     def token_bytes(self, columns: int) -> int:
         """Bytes of a row with its scales."""
@@ -162,17 +168,29 @@ def check(kv_format: Any, kv_data_type: Any, q_dtype: DType) -> StoredAs:
     is_pair = isinstance(kv_format, (tuple, list))
     if is_pair and len(kv_format) != 2:
         raise PlanError(f"kv_format has {len(kv_format)} entries: pass one name, or a pair for K and V.")
-    k, v = (_name(entry, q_dtype) for entry in (kv_format if is_pair else (kv_format, kv_format)))
+    sides = zip(("kv_format[0]", "kv_format[1]"), kv_format, strict=True) if is_pair else [("kv_format", kv_format)] * 2
+    k, v = (_name(place, entry, q_dtype) for place, entry in sides)
     if is_pair and unrotated(v) != v:
         found = checks.shown(kv_format)
         raise PlanError(f"kv_format={found}: rows of V are not rotated: pass {unrotated(v)!r} for V.")
     v = unrotated(v)
+    if is_pair and kv_format[0] is kv_format[1] is None:
+        raise PlanError(f"kv_format={checks.shown(kv_format)} names no format: leave it None.")
     if k == v and k in _PLAIN:
         raise PlanError(f"kv_format={checks.shown(kv_format)} is an element type: pass it as kv_data_type.")
     if k in FORMATS and FORMATS[k].is_hadamard and q_dtype.is_fp8:
-        raise PlanError(f"kv_format={k!r} rotates queries, which q_data_type {q_dtype.value} is too coarse for.")
+        raise PlanError(
+            f"kv_format={k!r} rotates queries, which q_data_type {q_dtype.value} is too coarse for: pass "
+            f"q_data_type=torch.bfloat16, or kv_format={unrotated(k)!r}."
+        )
     _check_data_type(kv_data_type, k, v)
     return StoredAs(DType.BYTES, k, v)
+
+
+def stored_as(dtype: torch.dtype) -> str:
+    """The first format whose rows have that type; empty if there is none."""
+    name = str(dtype).removeprefix("torch.")
+    return next((row.name for row in FORMATS.values() if name in row.stored), "")
 
 
 def is_fp4(kv_data_type: Any) -> bool:
@@ -180,13 +198,15 @@ def is_fp4(kv_data_type: Any) -> bool:
 
 
 def _element_type(kv_data_type: Any) -> DType:
+    if isinstance(kv_data_type, str) and kv_data_type in FORMATS:
+        raise PlanError(f"kv_data_type={kv_data_type!r} is a format: pass kv_format={kv_data_type!r}.")
     if str(kv_data_type).removeprefix("torch.") == "int8":
         raise PlanError("kv_data_type=torch.int8 has no scales of its own: pass kv_format='int8_token'.")
     return checks.dtype("kv_data_type", kv_data_type)
 
 
-def _name(entry: Any, q_dtype: DType) -> str:
-    """The name of one side's format; None: q's type."""
+def _name(place: str, entry: Any, q_dtype: DType) -> str:
+    """The name of one side's format; None: q's type. `place`: the argument, for messages."""
     if isinstance(entry, str) and entry in FORMATS:
         return entry
     if entry is None:
@@ -195,7 +215,7 @@ def _name(entry: Any, q_dtype: DType) -> str:
         return DType.of(entry).value
     except (KeyError, TypeError):
         raise PlanError(
-            f"kv_format={checks.shown(entry)} is unknown: pass {', '.join(map(repr, FORMATS))}, or a pair of these "
+            f"{place}={checks.shown(entry)} is unknown: pass {', '.join(map(repr, FORMATS))}, or a pair of these "
             "and element types for K and V."
         ) from None
 
@@ -226,13 +246,15 @@ def check_columns(
     head_dim_vo: int,
     names: tuple[str, str] = ("head_dim_qk", "head_dim_vo"),
 ) -> None:
-    """Rows of 4 bits start on 8 bytes, and blocks of columns are whole. `names`: the caller's."""
+    """Rows of 4 bits start on 8 bytes, and columns that share a scale are all there. `names`: the caller's."""
     for name, dim, side in zip(names, (head_dim_qk, head_dim_vo), (stored.k_format, stored.v_format), strict=True):
         if side not in FORMATS:
             continue
-        if FORMATS[side].bits == 4 and dim % 16:
-            raise PlanError(f"{name}={dim} is not a multiple of 16, which rows of {side} have: pad the rows.")
-        if FORMATS[side].is_hadamard and dim & (dim - 1):
+        row = FORMATS[side]
+        step = math.lcm(16 if row.bits == 4 else 1, row.scale_columns % WHOLE_ROW or 1)
+        if dim % step:
+            raise PlanError(f"{name}={dim} is not a multiple of {step}, which rows of {side} have: pad the rows.")
+        if row.is_hadamard and dim & (dim - 1):
             raise PlanError(
                 f"{name}={dim} is not a power of two, as rows of {side} must be: pass kv_format={unrotated(side)!r}."
             )

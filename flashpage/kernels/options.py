@@ -219,16 +219,17 @@ def check_options(
     chunk: Any = None,
     latent_format: str = latent_formats.PLAIN,
     kv_format: Any = None,
+    dim_names: tuple[str, str] = ("head_dim_qk", "head_dim_vo"),
 ) -> Options:
     """Checks every argument of `plan` except the lengths. Options that no kernel supports are refused later
-    (choose.py)."""
+    (choose.py). `dim_names`: the caller's."""
     page_size = checks.whole("page_size", page_size, 1) if kv_source != "ragged" else 0
     num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
     q_dtype = checks.dtype("q_data_type", q_data_type)
     head_dim_qk = checks.whole("head_dim_qk", head_dim_qk, 1)
     head_dim_vo = checks.whole("head_dim_vo", head_dim_qk if head_dim_vo is None else head_dim_vo, 1)
     stored = kv_formats.check(kv_format, kv_data_type, q_dtype)
-    kv_formats.check_columns(stored, head_dim_qk, head_dim_vo)
+    kv_formats.check_columns(stored, head_dim_qk, head_dim_vo, dim_names)
     return Options(
         kv_source=kv_source,
         num_q_heads=num_q_heads,

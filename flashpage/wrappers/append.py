@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from ..base import checks, env, kv_view, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import FlashpageError, RunError
-from ..kernels import latent_formats
+from ..kernels import kv_formats, latent_formats
 from ..kernels.latent_formats import check_format
 from ..plan.lengths import batch_of
 from . import operators
@@ -39,8 +39,8 @@ def append_paged_kv_cache(
     """Writes keys and values of new tokens to their pages, in one launch.
 
     Args:
-        append_key, append_value: [nnz, num_kv_heads, head_dim], of the cache's type, last dimension contiguous; with
-            kv_format of 16 or 32 bits.
+        append_key, append_value: [nnz, num_kv_heads, head_dim], of the cache's type, last dimension contiguous. If
+            kv_format is given: float16, bfloat16 or float32.
         batch_indices, positions: [nnz], the request of each token and its position there (get_batch_indices_positions).
         paged_kv_cache: as in the wrappers' run; written.
         kv_indices, kv_indptr: page numbers, and where each request's begin, [batch + 1].
@@ -70,10 +70,12 @@ def append_paged_kv_cache(
     nnz, device = append_key.shape[0], append_key.device
     for name, tensor, view in (("append_key", append_key, views[0]), ("append_value", append_value, views[1])):
         if tensor.shape != (nnz, view.num_heads, view.head_dim) or tensor.dtype != cache[0].dtype:
+            name_of_format = kv_formats.stored_as(cache[0].dtype)
+            quantised = f"; to quantise as it is written pass kv_format, such as {name_of_format!r}, and kv_cache_sf"
             raise RunError(
                 f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}. "
                 f"paged_kv_cache takes {(nnz, view.num_heads, view.head_dim)} of {cache[0].dtype}, with the rows of "
-                "append_key: convert it first."
+                f"append_key: convert it first{quantised if name_of_format else ''}."
             )
     for tensor in cache:
         tensor_memory.check_written(tensor, "paged_kv_cache", RunError)
