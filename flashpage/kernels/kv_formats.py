@@ -1,4 +1,14 @@
-"""How caches store rows of K and V: plain elements, or numbers with scales (include/flashpage/formats)."""
+"""How caches store rows of K and V: plain elements, or numbers with scales (include/flashpage/formats).
+
+A new format with scales is a file there and a row here. Kernels of the CPU then read and append it, and cases,
+benchmarks and tests of the kernels that append and widen take it. What else it needs:
+- on cards numbers of 4 or 8 bits with one scale a row, or one for 16 columns (decode_sm90: `_LAYOUTS`; appends:
+  include/flashpage/kernels/helpers/append_quantised.h); attention_sm80 reads scales of any multiple of 8 columns;
+- what its bits mean, apart from its header: `NUMBERS` of tests/kernels/test_kv_formats.py, and `_quantised` and `_read`
+  of tests/support/format_rows.py;
+- a case of tests/kernels/test_decode_formats.py if decode_sm90 takes it;
+- a row of the tables in docs/guides/kv-formats.md, and its error (tests/bench/format_accuracy.py).
+"""
 
 from __future__ import annotations
 

@@ -15,9 +15,7 @@ from ..kernels.latent_formats import check_format
 from ..plan.lengths import batch_of
 from . import operators
 from .latent_append import LatentPlaces, LatentWrite, Scales
-from .quantised_append import Places, QuantisedWrite
-
-_WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
+from .quantised_append import WIDE, Places, QuantisedWrite
 
 
 def append_paged_kv_cache(
@@ -245,7 +243,7 @@ def _append_in_fp8(
     operators.check_plain(*rows, *written)
     nnz, device = len(checks.tensor(given[0], "append_ckv", RunError)), given[0].device
     for name, tensor in rows:
-        if tensor.dim() != 2 or len(tensor) != nnz or tensor.dtype not in _WIDE or tensor.dtype != given[0].dtype:
+        if tensor.dim() != 2 or len(tensor) != nnz or tensor.dtype not in WIDE or tensor.dtype != given[0].dtype:
             raise RunError(
                 f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: "
                 "pass [nnz, dim] of float16, bfloat16 or float32, equal for both parts."

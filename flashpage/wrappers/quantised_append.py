@@ -18,7 +18,7 @@ from ..kernels.spec import KernelSpec
 from ..run.checks import check_places, has_pages
 from . import operators
 
-_WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
+WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
 
 
 class Places(NamedTuple):
@@ -66,7 +66,7 @@ class QuantisedWrite:
         key, value = self._rows
         operators.check_plain(("append_key", key), ("append_value", value))
         for name, tensor in (("append_key", key), ("append_value", value)):
-            if checks.tensor(tensor, name, RunError).dim() != 3 or tensor.dtype not in _WIDE:
+            if checks.tensor(tensor, name, RunError).dim() != 3 or tensor.dtype not in WIDE:
                 raise RunError(
                     f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass [nnz, num_kv_heads, "
                     "head_dim] of float16, bfloat16 or float32."
