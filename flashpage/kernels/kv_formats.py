@@ -3,7 +3,7 @@
 A new format with scales is a file there and a row here. Kernels of the CPU then read and append it, and cases,
 benchmarks and tests of the kernels that append and widen take it. What else it needs:
 - on cards numbers of 4 or 8 bits with one scale a row, or one for 16 columns (decode_sm90: `_LAYOUTS`; appends:
-  include/flashpage/kernels/helpers/append_quantised.h); attention_sm80 reads scales of any multiple of 8 columns;
+  include/flashpage/kernels/helpers/append_quantised.h); attention_sm80 reads scales of 8, 16, 32 and more columns;
 - what its bits mean, apart from its header: `NUMBERS` of tests/kernels/test_kv_formats.py, and `_quantised` and `_read`
   of tests/support/format_rows.py;
 - a case of tests/kernels/test_decode_formats.py if decode_sm90 takes it;

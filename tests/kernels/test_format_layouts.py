@@ -54,6 +54,12 @@ ASSERTIONS = {
         "Nvfp4::Scale scale(QuantisedColumns<Half, F, 64>& row) { return row.find_scale(); }",
         "a scale belongs to 16 columns (one lane) or to the whole row",
     ),
+    "group scales without their factor": (
+        "#include <hopper.h>\n#include <flashpage/tile/load/format_rows.h>\n#include <flashpage/formats/e4m3_token.h>\n"
+        "using namespace flashpage;\nstruct F : E4m3Token { static constexpr int scale_columns = 16; };\n"
+        "void widen(u32 (&pairs)[4], u32 (&words)[2]) { widen_eight_of<F, Half>(pairs, words, 1.f); }",
+        "scales of column groups, and no others, need scale_pair",
+    ),
 }
 
 

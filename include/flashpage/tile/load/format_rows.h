@@ -34,6 +34,8 @@ FP_DEVICE void widen_eight_of(u32 (&pairs)[4], const u32 (&words)[Format::bits /
       pairs[i] = ptx::byte_permute(apart[i % 2 * 2], apart[i % 2 * 2 + 1], i < 2 ? 0x5410 : 0x7632);
   }
   constexpr bool has_factor = requires { Format::template scale_pair<Wide>(scale); };
+  static_assert(has_factor == has_group_scales<Format>, "scales of column groups, and no others, need scale_pair");
+  static_assert(!has_factor || !Format::has_zero, "scales of column groups have no zero points");
   if constexpr (has_factor || Format::has_zero) {
     constexpr u32 one = is_same<Wide, Half> ? 0x3c003c00 : 0x3f803f80;
     u32 factor = one, offset = 0x80008000;  // -0
@@ -142,6 +144,7 @@ struct FormatRows {
   struct LanePart {
     static constexpr int scale_eights = has_groups ? Format::scale_columns / 8 : eights;  // that share a scale
     static constexpr int scales = ceil_div(eights, scale_eights);
+    static_assert(eights % scale_eights == 0 || scale_eights % eights == 0, "a lane's first column begins a scale");
     u32 words[part_bytes / 4];
     typename Format::Scale scale[scales];
 
