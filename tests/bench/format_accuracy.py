@@ -70,7 +70,7 @@ def cache_of(name: str, k: torch.Tensor, v: torch.Tensor, places: tuple[torch.Te
     kind = getattr(torch, row.scales[0])
     scales = tuple(torch.zeros(*shape, *last, dtype=kind, device=k.device) for _ in "kv")
     numbers = {}
-    if name == "nvfp4":  # so that the largest block's scale is e4m3's largest number
+    if name == "nvfp4":  # so that the largest group's scale is e4m3's largest number
         numbers = {"k_scale": float(k.abs().max()) / (6 * 448), "v_scale": float(v.abs().max()) / (6 * 448)}
     flashpage.append_paged_kv_cache(
         k, v, *places[:2], cache, *places[2:], kv_format=name, kv_cache_sf=scales, **numbers
