@@ -191,13 +191,13 @@ def optional_dtype(name: str, value: Any) -> DType | None:
     return None if value is None else dtype(name, value)
 
 
-def dtype_of(tensor: torch.Tensor, name: str, error: type[FlashpageError]) -> DType:
-    """The element type of a tensor that kernels read."""
+def dtype_of(tensor: torch.Tensor, name: str, error: type[FlashpageError], or_else: str = "") -> DType:
+    """The element type of a tensor that kernels read. `or_else`: what else the caller may pass."""
     try:
         return DType.of(tensor.dtype)
     except KeyError:
         known = ", ".join(d.value for d in DType.elements())
-        raise error(f"{name} has dtype {tensor.dtype}, which no kernel reads: pass one of {known}.") from None
+        raise error(f"{name} has dtype {tensor.dtype}, which no kernel reads: pass one of {known}{or_else}.") from None
 
 
 def same_device(tensor: torch.Tensor, device: torch.device, name: str, error: type[FlashpageError]) -> None:

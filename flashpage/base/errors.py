@@ -25,7 +25,7 @@ class RunError(FlashpageError, ValueError):
 
 
 class CapabilityError(FlashpageError, NotImplementedError):
-    """No kernel supports the request; the message lists every kernel's reason."""
+    """No kernel supports the request; the message lists the reasons of the device's kernels."""
 
 
 class VariantError(FlashpageError, ValueError):

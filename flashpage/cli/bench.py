@@ -1,4 +1,5 @@
-"""Run the benchmarks of tests/bench/ that this machine can run, or the named ones."""
+"""Run the benchmarks of tests/bench/ that this machine can run, or the named ones: `flashpage bench NAME --help` lists
+the options of one, which follow its name."""
 
 from __future__ import annotations
 
@@ -11,8 +12,13 @@ from ..base.errors import FlashpageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run (default: all that can run here)")
     parser.add_argument("--list", action="store_true", help="print the names of the benchmarks and what they need")
+    parser.add_argument(
+        "names",
+        nargs=argparse.REMAINDER,
+        metavar="NAME",
+        help="benchmarks to run (default: all that can run here), and after a single name that program's options",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

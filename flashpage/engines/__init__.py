@@ -1,1 +1,1 @@
-"""Adapters to other projects' engines, one folder for each."""
+"""Adapters to other projects' engines, one folder each; plugin/ is shared by vLLM's and SGLang's."""

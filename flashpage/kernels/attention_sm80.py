@@ -20,6 +20,7 @@ from .kernel import (
     dtypes,
     head_dims,
     latent_options,
+    no_rope_over_hadamard_keys,
 )
 from .spec import KernelSpec
 from .tile import FEW_MERGE_ITEM_ROWS, MERGE_ITEM_ROWS, Cost, Tile
@@ -274,13 +275,10 @@ def _latent_options(work: Work) -> str | None:
 
 
 def _formats(work: Work) -> str | None:
-    """Refuses RoPE of keys that a Hadamard matrix has rotated, and elements of 16 bits that are not of the products'
-    type."""
+    """Refuses elements of 16 bits that are not of the products' type."""
     options = work.options
     if not options.has_formats:
         return None
-    if work.rotates and options.formats[0].is_rotated:
-        return f"it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) over kv_format {options.k_format}"
     for side in options.formats:
         if side.bits > 8 and side.name != options.q_dtype.widened.value:
             return f"kv_format {side.name} is not the type of q, {options.q_dtype.value}"
@@ -321,6 +319,7 @@ KERNEL = AttentionKernel(
     accepts=(
         capability(80),
         _formats,
+        no_rope_over_hadamard_keys,
         *dtypes(q=HALF + FP8, out=HALF),
         _columns,
         _latent_options,

@@ -1,4 +1,4 @@
-"""Chooses a kernel for a plan's work; a refusal gives every kernel's reasons."""
+"""Chooses a kernel for a plan's work; a refusal gives the reasons of the device's kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from .tile import Cost
 from .work import Problem, Work
 
 _NO_VARIANT = VariantSpec()
-_OTHER_BACKEND = 1 << 10  # more reasons than any kernel has
 MANY_ROWS = 1 << 20  # packed rows of a request and KV head in a prefill
 
 
@@ -55,8 +54,8 @@ def requests_of(options: Options, packed: int) -> tuple[int, int]:
 
 
 def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VARIANT) -> KernelChoice:
-    """The first kernel of the list that accepts the work; raises CapabilityError with all kernels' reasons if none
-    does."""
+    """The first kernel of the list that accepts the work; raises CapabilityError with the reasons of the
+    device's kernels if none does."""
     return choose_for_card(problem, devices.of(device), variant)
 
 
@@ -66,12 +65,11 @@ def choose_for_card(problem: Problem, card: Device, variant: VariantSpec = _NO_V
     refused: list[tuple[int, str]] = []  # how far the kernel is from accepting the work, and why it does not
     for kernel in ATTENTION:
         if kernel.backend != backend:
-            refused.append((_OTHER_BACKEND, f"{kernel.name}: it runs on {kernel.backend}, the work is on {backend}"))
             continue
         work = Work(problem, card, variant, _mask_source(problem, kernel, variant))
         reasons = kernel.refusals(work)
         if not reasons:
-            return _chosen(kernel, work, tuple(f"refused {line}" for far, line in refused if far < _OTHER_BACKEND))
+            return _chosen(kernel, work, tuple(f"refused {line}" for _, line in refused))
         refused.append((len(reasons), f"{kernel.name}: {'; '.join(reasons)}"))
     # The most useful line first: the fewest reasons, and of equal ones the kernel that takes the most.
     ranked = sorted(enumerate(refused), key=lambda place: (place[1][0], -place[0]))

@@ -13,7 +13,7 @@ from .kernel import (
     dtypes,
     format_traits,
     latent_options,
-    no_rope_over_rotated_keys,
+    no_rope_over_hadamard_keys,
     types,
 )
 from .spec import KernelSpec
@@ -81,7 +81,7 @@ KERNEL = AttentionKernel(
     header="flashpage/cpu/attention.h",
     cpp="flashpage::cpu::attention<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
-    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), _head_dims, latent_options, no_rope_over_rotated_keys),
+    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), _head_dims, latent_options, no_rope_over_hadamard_keys),
     tile=_tile,
     cost=_cost,
     traits=_traits,

@@ -72,9 +72,9 @@ def _swaps(work: Work) -> bool:
 
 def _swapped_teams(options: Options) -> int:
     """Teams of one warp, of which twelve find room, as their accumulators are half as large. Eight are faster where
-    blocks of columns share a scale and boxes bring the rows: fewer warps share the issue slots."""
-    has_blocks = all(0 < side.scale_columns < kv_formats.WHOLE_ROW for side in options.formats)
-    return 8 if has_blocks and boxes_or_rows(options) == "boxes" else 12
+    groups of columns share a scale and boxes bring the rows: fewer warps share the issue slots."""
+    has_groups = all(0 < side.scale_columns < kv_formats.WHOLE_ROW for side in options.formats)
+    return 8 if has_groups and boxes_or_rows(options) == "boxes" else 12
 
 
 def _is_small(work: Work) -> bool:
@@ -112,6 +112,14 @@ def _has_slots(work: Work) -> str | None:
     return f"{dims} needs more shared memory for at most 16 packed rows than a CTA has"
 
 
+# What its products read: bits, scale_columns and scale_size of a format with scales, and whether it has zero points.
+_LAYOUTS = {
+    (8, kv_formats.WHOLE_ROW, 4, False): "8 bits with an fp32 scale a token",
+    (4, kv_formats.WHOLE_ROW, 4, True): "4 bits with an fp32 scale and a zero point a token",
+    (4, 16, 1, False): "4 bits with a scale of one byte for 16 columns",
+}
+
+
 def _formats(work: Work) -> str | None:
     """Refuses what is not written for K and V in formats: rows of 4 bits come in chunks of 32 columns, and Q must be in
     registers, in the order of their numbers (tile/product/four_bits.h)."""
@@ -126,6 +134,9 @@ def _formats(work: Work) -> str | None:
     for name, side, dim in zip(
         ("head_dim_qk", "head_dim_vo"), options.formats, (options.head_dim_qk, options.head_dim_vo), strict=True
     ):
+        layout = (side.bits, side.scale_columns, side.scale_size, side.has_zero)
+        if not side.is_plain and layout not in _LAYOUTS:
+            return f"it reads {', '.join(_LAYOUTS.values())}, and kv_format {side.name} is none of these"
         if side.bits == 4 and dim not in (64, 128):
             return f"{name} {dim} is neither 64 nor 128, which rows of {side.name} must have"
         if side.bits > 8 and side.name != options.q_dtype.widened.value:

@@ -10,6 +10,7 @@ from pathlib import Path
 from .. import native
 from ..base.dtypes import DType
 from ..base.errors import CompileError
+from . import kv_formats
 from .ahead import Ahead
 from .context_classes import ContextClass
 from .devices import ABILITIES, Device
@@ -194,11 +195,15 @@ def head_dims(least: int, most: int, step: int) -> Rule:
     return rule
 
 
-def no_rope_over_rotated_keys(work: Work) -> str | None:
-    """RoPE in the kernel would come after the rotation of the rows, and must come before it."""
-    if not (work.rotates and work.options.rotates_queries):
+def no_rope_over_hadamard_keys(work: Work) -> str | None:
+    """RoPE in the kernel would come after the Hadamard matrix, and must come before it."""
+    if not (work.rotates and work.options.hadamard_queries):
         return None
-    return f"it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) over kv_format {work.options.k_format}"
+    over, other = work.options.k_format, kv_formats.unrotated(work.options.k_format)
+    return (
+        f"it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) over kv_format {over}: apply it to q and K before, "
+        f"or pass {other!r}"
+    )
 
 
 def no_rope_over_fp8(work: Work) -> str | None:

@@ -1,8 +1,19 @@
-"""How caches store rows of K and V: plain elements, or numbers with scales (include/flashpage/formats)."""
+"""How caches store rows of K and V: plain elements, or numbers with scales (include/flashpage/formats).
+
+A new format with scales is a file there and a row here. Kernels of the CPU then read and append it, and cases,
+benchmarks and tests of the kernels that append and widen take it. What else it needs:
+- on cards numbers of 4 or 8 bits with one scale a row, or one for 16 columns (decode_sm90: `_LAYOUTS`; appends:
+  include/flashpage/kernels/helpers/append_quantised.h); attention_sm80 reads scales of 8, 16, 32 and more columns;
+- what its bits mean, apart from its header: `NUMBERS` of tests/kernels/test_kv_formats.py, and `_quantised` and `_read`
+  of tests/support/format_rows.py;
+- a case of tests/kernels/test_decode_formats.py if decode_sm90 takes it;
+- a row of the tables in docs/guides/kv-formats.md, and its error (tests/bench/format_accuracy.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -26,8 +37,14 @@ class KvFormat:
     scale_columns: int  # columns that share a scale; 0: no scales of its own; WHOLE_ROW: one for a token and head
     scales: tuple[str, ...]  # torch's names of types that scales may have
     has_zero: bool  # whether a scale holds a zero point
-    is_rotated: bool  # rows are multiplied by a Hadamard matrix as they are appended, and so are queries: for K alone
+    # The format of the same rows before a Hadamard matrix multiplies them as they are appended, and queries too: for K
+    # alone. Empty: no matrix does.
+    unrotated: str
     why: str
+
+    @property
+    def is_hadamard(self) -> bool:
+        return bool(self.unrotated)
 
     @property
     def is_plain(self) -> bool:
@@ -54,6 +71,11 @@ class KvFormat:
         """Scales of a row."""
         return 0 if self.is_plain else -(-columns // self.scale_columns)
 
+    def scales_shape(self, rows: tuple[int, ...], columns: int) -> tuple[int, ...]:
+        """The shape of the scales of a tensor of rows: one scale a row has no dimension."""
+        count = self.row_scales(columns)
+        return (*rows[:-1], count) if count > 1 else tuple(rows[:-1])
+
     def token_bytes(self, columns: int) -> int:
         """Bytes of a row with its scales."""
         return self.row_bytes(columns) + self.row_scales(columns) * self.scale_size
@@ -62,28 +84,46 @@ class KvFormat:
 WHOLE_ROW = 1 << 16  # whole_row of include/flashpage/formats/format.h
 
 
-def _of_tokens(name: str, cpp: str, stored: tuple[str, ...], bits: int, why: str, **others: Any) -> KvFormat:
-    header = name.removesuffix("_rotated")
-    flags = {"has_zero": False, "is_rotated": False} | others
-    return KvFormat(name, header, cpp, stored, bits, WHOLE_ROW, ("float32",), why=why, **flags)
+def _with_token_scale(
+    name: str, cpp: str, stored: tuple[str, ...], bits: int, why: str, has_zero: bool = False, unrotated: str = ""
+) -> KvFormat:
+    header, scales = unrotated or name, ("float32",)
+    return KvFormat(name, header, cpp, stored, bits, WHOLE_ROW, scales, has_zero, unrotated, why)
 
 
-_FP4 = ("uint8", "float4_e2m1fn_x2")
 _ROWS = (
     KvFormat(
-        *("nvfp4", "nvfp4", "Nvfp4", _FP4, 4, 16, ("float8_e4m3fn", "uint8"), False, False),
+        name="nvfp4",
+        header="nvfp4",
+        cpp="Nvfp4",
+        stored=("uint8", "float4_e2m1fn_x2"),
+        bits=4,
+        scale_columns=16,
+        scales=("float8_e4m3fn", "uint8"),
+        has_zero=False,
+        unrotated="",
         why="FlashInfer's and vLLM's cache of 4.5 bits: e2m1, an e4m3 scale for 16 columns, k_scale and v_scale",
     ),
-    _of_tokens("e4m3_token", "E4m3Token", ("float8_e4m3fn", "uint8"), 8, "fp8 that needs no calibration"),
-    _of_tokens("int8_token", "Int8Token", ("int8",), 8, "as e4m3_token, with an error of half a step everywhere"),
-    _of_tokens(
-        *("int4_token", "Int4Token", ("uint8",), 4, "vLLM's int4_per_token_head, 4.25 bits for 128 columns"),
+    _with_token_scale("e4m3_token", "E4m3Token", ("float8_e4m3fn", "uint8"), 8, "fp8 that needs no calibration"),
+    _with_token_scale(
+        "int8_token", "Int8Token", ("int8",), 8, "as e4m3_token, with an error of half a step everywhere"
+    ),
+    _with_token_scale(
+        name="int4_token",
+        cpp="Int4Token",
+        stored=("uint8",),
+        bits=4,
+        why="vLLM's int4_per_token_head, 4.25 bits for 128 columns",
         has_zero=True,
     ),
-    _of_tokens(
-        *("int4_token_rotated", "Int4Token", ("uint8",), 4, "int4_token whose outlier channels are spread over a row"),
+    _with_token_scale(
+        name="int4_token_rotated",
+        cpp="Int4Token",
+        stored=("uint8",),
+        bits=4,
+        why="int4_token whose outlier channels are spread over a row",
         has_zero=True,
-        is_rotated=True,
+        unrotated="int4_token",
     ),
 )
 FORMATS = {row.name: row for row in _ROWS}
@@ -97,17 +137,22 @@ _PLAIN = {
         scale_columns=0,
         scales=(),
         has_zero=False,
-        is_rotated=False,
+        unrotated="",
         why="elements as they are",
     )
     for dtype in DType.elements()
 }
-NAMES = (PLAIN, *FORMATS, *_PLAIN)  # of KernelSpec.k_format and v_format
+NAMES = (PLAIN, *FORMATS, *_PLAIN)  # what KernelSpec.k_format and v_format may be
 
 
 def find(name: str, kv_dtype: DType) -> KvFormat:
     """The format of that name; PLAIN: of elements of kv_dtype."""
     return FORMATS.get(name) or _PLAIN[kv_dtype.value if name == PLAIN else name]
+
+
+def unrotated(name: str) -> str:
+    """The format by which kernels convert rows of that format, of any name in NAMES."""
+    return name if name not in FORMATS else FORMATS[name].unrotated or name
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -133,17 +178,29 @@ def check(kv_format: Any, kv_data_type: Any, q_dtype: DType) -> StoredAs:
     is_pair = isinstance(kv_format, (tuple, list))
     if is_pair and len(kv_format) != 2:
         raise PlanError(f"kv_format has {len(kv_format)} entries: pass one name, or a pair for K and V.")
-    k, v = (_name(entry, q_dtype) for entry in (kv_format if is_pair else (kv_format, kv_format)))
-    if v in FORMATS and FORMATS[v].is_rotated:
-        if is_pair:
-            raise PlanError(f"kv_format={checks.shown(kv_format)}: rows of V are not rotated: pass {v[:-8]!r} for V.")
-        v = v.removesuffix("_rotated")
+    sides = zip(("kv_format[0]", "kv_format[1]"), kv_format, strict=True) if is_pair else [("kv_format", kv_format)] * 2
+    k, v = (_name(place, entry, q_dtype) for place, entry in sides)
+    if is_pair and unrotated(v) != v:
+        found = checks.shown(kv_format)
+        raise PlanError(f"kv_format={found}: rows of V are not rotated: pass {unrotated(v)!r} for V.")
+    v = unrotated(v)
+    if is_pair and kv_format[0] is kv_format[1] is None:
+        raise PlanError(f"kv_format={checks.shown(kv_format)} names no format: leave it None.")
     if k == v and k in _PLAIN:
         raise PlanError(f"kv_format={checks.shown(kv_format)} is an element type: pass it as kv_data_type.")
-    if k in FORMATS and FORMATS[k].is_rotated and q_dtype.is_fp8:
-        raise PlanError(f"kv_format={k!r} rotates queries, which q_data_type {q_dtype.value} is too coarse for.")
+    if k in FORMATS and FORMATS[k].is_hadamard and q_dtype.is_fp8:
+        raise PlanError(
+            f"kv_format={k!r} rotates queries, which q_data_type {q_dtype.value} is too coarse for: pass "
+            f"q_data_type=torch.bfloat16, or kv_format={unrotated(k)!r}."
+        )
     _check_data_type(kv_data_type, k, v)
     return StoredAs(DType.BYTES, k, v)
+
+
+def stored_as(dtype: torch.dtype) -> str:
+    """The first format whose rows have that type; empty if there is none."""
+    name = str(dtype).removeprefix("torch.")
+    return next((row.name for row in FORMATS.values() if name in row.stored), "")
 
 
 def is_fp4(kv_data_type: Any) -> bool:
@@ -151,13 +208,15 @@ def is_fp4(kv_data_type: Any) -> bool:
 
 
 def _element_type(kv_data_type: Any) -> DType:
+    if isinstance(kv_data_type, str) and kv_data_type in FORMATS:
+        raise PlanError(f"kv_data_type={kv_data_type!r} is a format: pass kv_format={kv_data_type!r}.")
     if str(kv_data_type).removeprefix("torch.") == "int8":
         raise PlanError("kv_data_type=torch.int8 has no scales of its own: pass kv_format='int8_token'.")
     return checks.dtype("kv_data_type", kv_data_type)
 
 
-def _name(entry: Any, q_dtype: DType) -> str:
-    """The name of one side's format; None: q's type."""
+def _name(place: str, entry: Any, q_dtype: DType) -> str:
+    """The name of one side's format; None: q's type. `place`: the argument, for messages."""
     if isinstance(entry, str) and entry in FORMATS:
         return entry
     if entry is None:
@@ -166,7 +225,7 @@ def _name(entry: Any, q_dtype: DType) -> str:
         return DType.of(entry).value
     except (KeyError, TypeError):
         raise PlanError(
-            f"kv_format={checks.shown(entry)} is unknown: pass {', '.join(map(repr, FORMATS))}, or a pair of these "
+            f"{place}={checks.shown(entry)} is unknown: pass {', '.join(map(repr, FORMATS))}, or a pair of these "
             "and element types for K and V."
         ) from None
 
@@ -197,13 +256,15 @@ def check_columns(
     head_dim_vo: int,
     names: tuple[str, str] = ("head_dim_qk", "head_dim_vo"),
 ) -> None:
-    """Rows of 4 bits start on 8 bytes, and blocks of columns are whole. `names`: the caller's."""
+    """Rows of 4 bits start on 8 bytes, and columns that share a scale are all there. `names`: the caller's."""
     for name, dim, side in zip(names, (head_dim_qk, head_dim_vo), (stored.k_format, stored.v_format), strict=True):
         if side not in FORMATS:
             continue
-        if FORMATS[side].bits == 4 and dim % 16:
-            raise PlanError(f"{name}={dim} is not a multiple of 16, which rows of {side} have: pad the rows.")
-        if FORMATS[side].is_rotated and dim & (dim - 1):
+        row = FORMATS[side]
+        step = math.lcm(16 if row.bits == 4 else 1, row.scale_columns % WHOLE_ROW or 1)
+        if dim % step:
+            raise PlanError(f"{name}={dim} is not a multiple of {step}, which rows of {side} have: pad the rows.")
+        if row.is_hadamard and dim & (dim - 1):
             raise PlanError(
-                f"{name}={dim} is not a power of two, as rows of {side} must be: pass kv_format={side[:-8]!r}."
+                f"{name}={dim} is not a power of two, as rows of {side} must be: pass kv_format={unrotated(side)!r}."
             )

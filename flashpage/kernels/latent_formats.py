@@ -14,7 +14,7 @@ SCALED = "scaled"  # e4m3 in one tensor or two, with scales that are given at ru
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedRows:
+class LatentRowFormat:
     """A format whose rows hold their scales: the cache is one tensor of bytes, [pages, page_size, row_bytes]."""
 
     row_bytes: int
@@ -24,12 +24,14 @@ class PackedRows:
 
 
 PACKED = {
-    "deepseek_v32": PackedRows(656, (512, 64), "DeepSeek V3.2, GLM-5: 512 e4m3, four fp32 scales, 64 bf16"),
-    "deepseek_v4": PackedRows(584, (512, 0), "DeepSeek V4: 448 e4m3, 64 bf16, eight bytes of scales", by_page=True),
+    "deepseek_v32": LatentRowFormat(656, (512, 64), "DeepSeek V3.2, GLM-5: 512 e4m3, four fp32 scales, 64 bf16"),
+    "deepseek_v4": LatentRowFormat(
+        584, (512, 0), "DeepSeek V4: 448 e4m3, 64 bf16, eight bytes of scales", by_page=True
+    ),
 }
 
 
-def packed(name: str) -> PackedRows | None:
+def packed(name: str) -> LatentRowFormat | None:
     """The format of that name, if its rows hold their scales."""
     return PACKED.get(name)
 

@@ -75,8 +75,8 @@ class Options:
     def half_dims(self) -> tuple[int, int]:
         """The numbers of columns of the two parts."""
         qk, vo = self.head_dim_qk, self.head_dim_vo
-        if self.packed_rows is not None:
-            return self.packed_rows.row_bytes, 0
+        if self.latent_row_format is not None:
+            return self.latent_row_format.row_bytes, 0
         if self.is_latent:
             return vo, qk - vo
         k, v = self.formats
@@ -93,14 +93,14 @@ class Options:
         return self.k_format != kv_formats.PLAIN
 
     @functools.cached_property
-    def rotates_queries(self) -> bool:
+    def hadamard_queries(self) -> bool:
         """Whether rows of K were multiplied by a Hadamard matrix, and so must rows of q be."""
-        return self.has_formats and self.formats[0].is_rotated
+        return self.has_formats and self.formats[0].is_hadamard
 
     @property
     def rotation_scale(self) -> float:
         """The factor of scores that rotated queries lack (wrappers/rotation.py), whose own is a power of two."""
-        return 2**-0.5 if self.rotates_queries and self.head_dim_qk.bit_length() % 2 == 0 else 1.0
+        return 2**-0.5 if self.hadamard_queries and self.head_dim_qk.bit_length() % 2 == 0 else 1.0
 
     @property
     def row_bytes(self) -> tuple[int, int]:
@@ -109,15 +109,15 @@ class Options:
         return k.row_bytes(self.head_dim_qk), v.row_bytes(self.head_dim_vo)
 
     @property
-    def packed_rows(self) -> latent_formats.PackedRows | None:
+    def latent_row_format(self) -> latent_formats.LatentRowFormat | None:
         """The format of latent rows that hold their scales."""
         return latent_formats.packed(self.latent_format)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's K and V for one head, with their scales."""
-        if self.packed_rows is not None:
-            return self.packed_rows.row_bytes
+        if self.latent_row_format is not None:
+            return self.latent_row_format.row_bytes
         if self.is_latent:
             return self.head_dim_qk * self.kv_dtype.size
         return sum(
@@ -219,16 +219,17 @@ def check_options(
     chunk: Any = None,
     latent_format: str = latent_formats.PLAIN,
     kv_format: Any = None,
+    dim_names: tuple[str, str] = ("head_dim_qk", "head_dim_vo"),
 ) -> Options:
     """Checks every argument of `plan` except the lengths. Options that no kernel supports are refused later
-    (choose.py)."""
+    (choose.py). `dim_names`: the caller's."""
     page_size = checks.whole("page_size", page_size, 1) if kv_source != "ragged" else 0
     num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
     q_dtype = checks.dtype("q_data_type", q_data_type)
     head_dim_qk = checks.whole("head_dim_qk", head_dim_qk, 1)
     head_dim_vo = checks.whole("head_dim_vo", head_dim_qk if head_dim_vo is None else head_dim_vo, 1)
     stored = kv_formats.check(kv_format, kv_data_type, q_dtype)
-    kv_formats.check_columns(stored, head_dim_qk, head_dim_vo)
+    kv_formats.check_columns(stored, head_dim_qk, head_dim_vo, dim_names)
     return Options(
         kv_source=kv_source,
         num_q_heads=num_q_heads,

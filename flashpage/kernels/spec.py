@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.dtypes import DType
 from ..variants.spec import VariantSpec
-from . import judged, kv_formats
+from . import judged, kv_formats, latent_formats
 from .tile import Tile
 
 
@@ -142,7 +142,7 @@ _FIELDS: dict[str, judged.Judge] = {
     "head_dim_qk": _HEAD_DIM,
     "head_dim_vo": _HEAD_DIM,
     "kv_source": judged.choice("paged", "ragged", "latent", "selected"),
-    "latent_format": judged.choice("plain", "scaled", "deepseek_v32", "deepseek_v4"),
+    "latent_format": judged.choice(latent_formats.PLAIN, latent_formats.SCALED, *latent_formats.PACKED),
     "k_format": judged.choice(*kv_formats.NAMES),
     "v_format": judged.choice(*kv_formats.NAMES),
     "mask_source": judged.choice("implicit", "packed_bits", "function"),

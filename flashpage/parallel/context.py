@@ -29,6 +29,7 @@ _REFUSED = {
     "pos_encoding_mode": "a rank does not know where in a request its tokens stand: rotate q and K before",
     "custom_mask": "its columns are a whole request's tokens: run it on one rank, or use causal and window_left",
     "packed_custom_mask": "its bits are a whole request's tokens: run it on one rank, or use causal and window_left",
+    "kv_format": "spread caches have element types: pass kv_data_type",
     "variant": "its kv_idx would count a rank's own tokens: run it on one rank, or use causal and window_left",
 }
 
@@ -118,6 +119,7 @@ class ContextParallelAttention(Unique):
         custom_mask: torch.Tensor | None = None,
         packed_custom_mask: torch.Tensor | None = None,
         variant: Any = None,
+        kv_format: Any = None,
     ) -> None:
         """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
 
@@ -140,6 +142,8 @@ class ContextParallelAttention(Unique):
         for name, value in masks.items():
             if value is not None:
                 _refuse(name, f"a {type(value).__name__}")
+        if kv_format is not None:
+            _refuse("kv_format", checks.shown(kv_format))
         causal = checks.flag("causal", causal)
         layout = self.layout(page_size)
         kv_indptr, seq_lens, q_indptr = _on_host(kv_indptr, seq_lens, qo_indptr)

@@ -52,7 +52,7 @@ def spec_of(options: Options) -> KernelSpec:
         kv_dtype=options.kv_dtype,
         head_dim_qk=options.head_dim_qk,
         head_dim_vo=options.head_dim_vo,
-        k_format=options.k_format.removesuffix("_rotated"),
+        k_format=kv_formats.unrotated(options.k_format),
         v_format=options.v_format,
     )
 

@@ -187,7 +187,7 @@ class Binding:
             ("out", out_strides, options.head_dim_vo, options.out_dtype),
         )
         for name, strides, dim, dtype in rows:
-            dim = 16 if options.packed_rows is not None and name in "KV" else dim  # which hold parts of 16 bytes
+            dim = 16 if options.latent_row_format is not None and name in "KV" else dim  # which hold parts of 16 bytes
             alignment = kv_view.row_alignment(kernel, dim, dtype.size)
             self.alignment_mask |= alignment - 1
             if options.has_formats and name in "KV" and any(stride % alignment for stride in strides):

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base import checks, kv_view, tensor_memory
+from ..base.dtypes import DType
 from ..base.errors import RunError
 from ..base.kv_view import Cache
 from ..base.memory import is_capturing
+from ..kernels import kv_formats
 from ..kernels.options import Options
 
 
@@ -109,7 +111,7 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
         )
     if q.dtype != options.q_dtype.torch:
         raise RunError(
-            f"q has dtype {q.dtype} but the plan is for {options.q_dtype.torch}: pass q_data_type={q.dtype} to plan."
+            f"q has dtype {q.dtype} but the plan is for {options.q_dtype.torch}: {_fix('q_data_type', q.dtype)}."
         )
     if options.has_formats:
         _check_formats(tensors.cache, options)
@@ -123,9 +125,18 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
         if tensor.dtype != options.kv_dtype.torch:
             raise RunError(
                 f"{name} has dtype {tensor.dtype} but the plan is for {options.kv_dtype.torch}: "
-                f"pass kv_data_type={tensor.dtype} to plan."
+                f"{_fix('kv_data_type', tensor.dtype)}."
             )
     return q
+
+
+def _fix(argument: str, dtype: torch.dtype) -> str:
+    """What to do about a tensor of another type than the plan's."""
+    name = str(dtype).removeprefix("torch.")
+    if name in (known := [each.value for each in DType.elements()]):
+        return f"pass {argument}={dtype} to plan"
+    stored = kv_formats.stored_as(dtype) if argument == "kv_data_type" else ""
+    return f"pass kv_format={stored!r} to plan, and kv_cache_sf" if stored else f"pass one of {', '.join(known)}"
 
 
 def parts_of(cache: Any) -> dict[str, torch.Tensor]:
@@ -205,7 +216,7 @@ def scale_views(
         if view[:4] != (*rows[:3], side.row_scales(dim)):
             raise RunError(
                 f"{name} has shape {tuple(tensor.shape)}, which does not fit {'kv'[i]} of shape "
-                f"{tuple(cache[i].shape)}: pass {side.row_scales(dim)} scales for each of its rows."
+                f"{tuple(cache[i].shape)}: pass {side.scales_shape(cache[i].shape, dim)}."
             )
         found.append(kv_view.in_bytes(view, side.scale_size))
     return found[0], found[1]
@@ -213,7 +224,7 @@ def scale_views(
 
 def _rows_of_pages(views: tuple[kv_view.View, kv_view.View], options: Options) -> tuple[kv_view.View, kv_view.View]:
     """Without the distance of tokens, if the format has another one."""
-    packed, rows = options.packed_rows, views[0]
+    packed, rows = options.latent_row_format, views[0]
     if packed is None or not packed.by_page:
         return views
     if rows.page_size > 1 and rows.token_stride != packed.row_bytes:
@@ -250,8 +261,14 @@ def check_cache(
         if k.num_pages < kv_end:
             raise RunError(f"k has {k.num_pages} tokens but the plan's {names[0]} ends at {kv_end}: pass all of them.")
     cache_name = "paged_kv_cache's " if options.kv_source == "paged" else ""
-    for name, view, dim in zip(options.halves, (k, v), options.half_dims, strict=True):
+    for i, (name, view, dim) in enumerate(zip(options.halves, (k, v), options.half_dims, strict=True)):
         if view.head_dim != dim:
+            side, head_dim = options.formats[i], (options.head_dim_qk, options.head_dim_vo)[i]
+            if options.has_formats and dim != head_dim:
+                raise RunError(
+                    f"{cache_name}{name} has rows of {view.head_dim} {side.stored[0]} but head_dim {head_dim} in "
+                    f"{side.name} takes {dim} (two numbers a byte): pass packed rows."
+                )
             raise RunError(
                 f"{cache_name}{name} has a head dimension of {view.head_dim} but the plan is for {dim}: plan with it."
             )

@@ -34,11 +34,18 @@ def scale_of(value: Any, name: str, heads: int, device: torch.device, requests: 
     if of_requests and (value.numel() != heads or len(value) == requests):
         return _of_requests(value, name, requests)
     if value.numel() not in (1, heads):
-        shapes = f" ([{heads}]), or for each request [{requests}, {heads}] or [{requests}, 1]" if requests else ""
-        raise RunError(f"{name} has {value.numel()} entries: pass one, or one for each head ({heads}){shapes}.")
-    if value.dtype != torch.float32 or not value.is_contiguous():
-        raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
+        shapes = f", or [{heads}] (one a head)" if heads > 1 else ""
+        shapes += f", or for each request [{requests}, {heads}] or [{requests}, 1]" if requests else ""
+        raise RunError(f"{name} has shape {tuple(value.shape)}: pass one entry{shapes}.")
+    _check_dense(value, name, value.is_contiguous())
     return Scale(1.0, tensor_memory.address(value, name, RunError), int(value.numel() > 1))
+
+
+def _check_dense(value: torch.Tensor, name: str, is_dense: bool) -> None:
+    if value.dtype != torch.float32:
+        raise RunError(f"{name} has dtype {value.dtype}: pass float32, {name}.float().")
+    if not is_dense:
+        raise RunError(f"{name} has strides {tuple(value.stride())}: pass {name}.contiguous().")
 
 
 def _of_requests(value: torch.Tensor, name: str, requests: int) -> Scale:
@@ -48,8 +55,7 @@ def _of_requests(value: torch.Tensor, name: str, requests: int) -> Scale:
             f"pass [{requests}, {value.shape[1]}]."
         )
     by_head = value.shape[1] > 1
-    if value.dtype != torch.float32 or (by_head and value.stride(1) != 1):
-        raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
+    _check_dense(value, name, not by_head or value.stride(1) == 1)
     if (requests - 1) * value.stride(0) + value.shape[1] > 2**31:
         raise RunError(
             f"{name} has {value.stride(0)} elements from one request's scales to the next: pass {name}.contiguous()."

@@ -10,14 +10,12 @@ from torch.compiler import is_dynamo_compiling
 from ..base import checks, env, kv_view, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import FlashpageError, RunError
-from ..kernels import latent_formats
+from ..kernels import kv_formats, latent_formats
 from ..kernels.latent_formats import check_format
 from ..plan.lengths import batch_of
 from . import operators
 from .latent_append import LatentPlaces, LatentWrite, Scales
-from .quantised_append import Places, QuantisedWrite
-
-_WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
+from .quantised_append import WIDE, Places, QuantisedWrite
 
 
 def append_paged_kv_cache(
@@ -39,8 +37,8 @@ def append_paged_kv_cache(
     """Writes keys and values of new tokens to their pages, in one launch.
 
     Args:
-        append_key, append_value: [nnz, num_kv_heads, head_dim], of the cache's type, last dimension contiguous; with
-            kv_format of 16 or 32 bits.
+        append_key, append_value: [nnz, num_kv_heads, head_dim], of the cache's type, last dimension contiguous. If
+            kv_format is given: float16, bfloat16 or float32.
         batch_indices, positions: [nnz], the request of each token and its position there (get_batch_indices_positions).
         paged_kv_cache: as in the wrappers' run; written.
         kv_indices, kv_indptr: page numbers, and where each request's begin, [batch + 1].
@@ -70,10 +68,12 @@ def append_paged_kv_cache(
     nnz, device = append_key.shape[0], append_key.device
     for name, tensor, view in (("append_key", append_key, views[0]), ("append_value", append_value, views[1])):
         if tensor.shape != (nnz, view.num_heads, view.head_dim) or tensor.dtype != cache[0].dtype:
+            name_of_format = kv_formats.stored_as(cache[0].dtype)
+            quantised = f"; to quantise as it is written pass kv_format, such as {name_of_format!r}, and kv_cache_sf"
             raise RunError(
                 f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}. "
                 f"paged_kv_cache takes {(nnz, view.num_heads, view.head_dim)} of {cache[0].dtype}, with the rows of "
-                "append_key: convert it first."
+                f"append_key: convert it first{quantised if name_of_format else ''}."
             )
     for tensor in cache:
         tensor_memory.check_written(tensor, "paged_kv_cache", RunError)
@@ -119,7 +119,7 @@ def nvfp4_quantize_append_paged_kv_cache(
         append_key, append_value: [nnz, num_kv_heads, head_dim] of 16 or 32 bits.
         paged_kv_cache: uint8, as in the wrappers' run, with head_dim / 2 columns; written.
         kv_cache_sf: float8_e4m3fn, with head_dim / 16 columns; written.
-        k_scale, v_scale: positive numbers, the scales of the tensors: an element is a number times its block's scale
+        k_scale, v_scale: positive numbers, the scales of the tensors: an element is a number times its group's scale
             times this.
 
     The other arguments are those of append_paged_kv_cache.
@@ -243,7 +243,7 @@ def _append_in_fp8(
     operators.check_plain(*rows, *written)
     nnz, device = len(checks.tensor(given[0], "append_ckv", RunError)), given[0].device
     for name, tensor in rows:
-        if tensor.dim() != 2 or len(tensor) != nnz or tensor.dtype not in _WIDE or tensor.dtype != given[0].dtype:
+        if tensor.dim() != 2 or len(tensor) != nnz or tensor.dtype not in WIDE or tensor.dtype != given[0].dtype:
             raise RunError(
                 f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: "
                 "pass [nnz, dim] of float16, bfloat16 or float32, equal for both parts."

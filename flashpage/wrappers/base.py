@@ -83,7 +83,7 @@ class Attention(Unique):
 
     options: Options
     recorder: Recorder | None = None  # of stamps
-    _rotates_queries = False
+    _hadamard_queries = False
     values = RunOptions(False, -1, 0.0, None, None, None, "NONE")
 
     def __init__(
@@ -201,7 +201,7 @@ class Attention(Unique):
         if not self.session.active or options != self.session.options:
             self.session.configure(options)
         self.options = self._configured = options
-        self._rotates_queries = options.rotates_queries
+        self._hadamard_queries = options.hadamard_queries
 
     # ---------------------------------------------------------------- run
 
@@ -240,7 +240,7 @@ class Attention(Unique):
             return operators.run(
                 self, values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
             )
-        if self._rotates_queries:
+        if self._hadamard_queries:
             q = rotated_queries(q, self.options)
         bound = self._local.bound
         if (

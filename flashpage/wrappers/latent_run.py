@@ -46,7 +46,7 @@ def scales_of(options: Options | None, ckv: Any, ckv_of_tokens: Any, kpe: Any) -
 
 def caches_of(options: Options | None, whole: Any, ckv: Any, kpe: Any) -> tuple[torch.Tensor, ...]:
     """One cache, or two of which the second has columns."""
-    packed = None if options is None else options.packed_rows
+    packed = None if options is None else options.latent_row_format
     if packed is None:
         return _pair("kv_cache", whole, ckv_cache=ckv, kpe_cache=kpe)
     if kpe is not None or (whole is not None and ckv is not None):

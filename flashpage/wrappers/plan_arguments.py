@@ -82,6 +82,7 @@ class DecodeArguments(NamedTuple):
             fixed_split_size=self.fixed_split_size,
             disable_split_kv=self.disable_split_kv,
             uniform_q_len=rows,
+            dim_names=("head_dim", "head_dim"),
             **Own.of(self.own)._asdict(),
         )
         return options, _values(self, options, options.causal)

@@ -18,7 +18,7 @@ from ..kernels.spec import KernelSpec
 from ..run.checks import check_places, has_pages
 from . import operators
 
-_WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
+WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
 
 
 class Places(NamedTuple):
@@ -54,7 +54,11 @@ class QuantisedWrite:
         names_of_dims = ("append_key's head_dim", "append_value's head_dim")
         kv_formats.check_columns(self._stored, rows[0].shape[2], rows[1].shape[2], names_of_dims)
         if kv_cache_sf is None and not all(side.is_plain for side in self.formats):
-            raise RunError(f"kv_cache_sf=None: rows of {' and '.join(dict.fromkeys(names))} have scales, so pass them.")
+            kinds = dict.fromkeys(side.scales[0] for side in self.formats if side.scales)
+            raise RunError(
+                f"kv_cache_sf=None: rows of {' and '.join(dict.fromkeys(names))} have scales: pass "
+                f"kv_cache_sf=(k_sf, v_sf) of {' and '.join(kinds)}."
+            )
         self._parts = kv_view.with_scales(cache, (None, None) if kv_cache_sf is None else kv_cache_sf)
         self.views, self._scale_views = self._check_cache(kv_layout)
 
@@ -62,7 +66,7 @@ class QuantisedWrite:
         key, value = self._rows
         operators.check_plain(("append_key", key), ("append_value", value))
         for name, tensor in (("append_key", key), ("append_value", value)):
-            if checks.tensor(tensor, name, RunError).dim() != 3 or tensor.dtype not in _WIDE:
+            if checks.tensor(tensor, name, RunError).dim() != 3 or tensor.dtype not in WIDE:
                 raise RunError(
                     f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass [nnz, num_kv_heads, "
                     "head_dim] of float16, bfloat16 or float32."
@@ -84,7 +88,7 @@ class QuantisedWrite:
         for i, (side, view, tensor) in enumerate(zip(self.formats, views, halves, strict=True)):
             name, rows = f"paged_kv_cache[{i}]", self._rows[i]
             columns = side.stored_columns(rows.shape[2])
-            self._check_written(tensor, name, side.stored)
+            self._check_written(tensor, name, side.stored, f"as {side.name} is stored")
             if (view.num_heads, view.head_dim) != (rows.shape[1], columns):
                 raise RunError(
                     f"{name} has shape {tuple(tensor.shape)} ({kv_layout}), which does not fit rows of "
@@ -106,22 +110,22 @@ class QuantisedWrite:
                 f"{name} is {'None' if scales is None else 'given'} but {side.name} has "
                 f"{'no scales: pass None' if side.is_plain else f'scales of {side.scales[0]}: pass them'}."
             )
-        self._check_written(scales, name, side.scales)
+        self._check_written(scales, name, side.scales, f"as the scales of {side.name} are stored")
         view = kv_view.scales_view(scales, self._parts[i].dim(), kv_layout, True, name)
-        wanted = side.row_scales(self._rows[i].shape[2])
-        if view[:4] != (*rows[:3], wanted):
+        columns = self._rows[i].shape[2]
+        if view[:4] != (*rows[:3], side.row_scales(columns)):
             raise RunError(
                 f"{name} has shape {tuple(scales.shape)}, which does not fit paged_kv_cache[{i}] of shape "
-                f"{tuple(self._parts[i].shape)}: pass {wanted} scales for each of its rows."
+                f"{tuple(self._parts[i].shape)}: pass {side.scales_shape(self._parts[i].shape, columns)}."
             )
         return kv_view.in_bytes(view, side.scale_size)
 
-    def _check_written(self, tensor: torch.Tensor, name: str, types: tuple[str, ...]) -> None:
+    def _check_written(self, tensor: torch.Tensor, name: str, types: tuple[str, ...], why: str) -> None:
         operators.check_plain((name, tensor))
         checks.same_device(tensor, self.device, name, RunError)
         tensor_memory.check_written(tensor, name, RunError)
         if str(tensor.dtype).removeprefix("torch.") not in types:
-            raise RunError(f"{name} has dtype {tensor.dtype}: pass {types[0]}.")
+            raise RunError(f"{name} has dtype {tensor.dtype}: pass {types[0]}, {why}.")
 
     def _check_apart(self) -> None:
         """Each of the written tensors has memory of its own; they may be views of one."""
@@ -157,7 +161,7 @@ class QuantisedWrite:
             value_head_stride=self._rows[1].stride(1),
             nnz=len(places.positions),
             num_kv_heads=self._rows[0].shape[1],
-            rotates_keys=self.formats[0].is_rotated,
+            rotates_keys=self.formats[0].is_hadamard,
             stops_at_bad_scales=self.waits_for_scales and is_capturing(self.device),
             num_slots=min(self.views[0].num_pages * self.views[0].page_size, 2**31 - 1),
             page=native.make_fast_div(self.views[0].page_size),
@@ -211,9 +215,7 @@ class QuantisedWrite:
     @staticmethod
     def _judged(value: Any, name: str) -> float:
         if isinstance(value, float) and not 0 < value < float("inf"):
-            raise RunError(
-                f"{name}={value}: pass a positive finite global decode scale, by which elements are divided."
-            )
+            raise RunError(f"{name}={value}: pass a positive finite number, by which elements are divided.")
         return checks.real(name, value, positive=True, error=RunError)
 
     def _have_pages(self, places: Places) -> bool:
@@ -237,7 +239,7 @@ class QuantisedWrite:
             kv_dtype=DType.BYTES,
             head_dim_qk=key.shape[2],
             head_dim_vo=value.shape[2],
-            k_format=self.formats[0].name.removesuffix("_rotated"),
+            k_format=kv_formats.unrotated(self.formats[0].name),
             v_format=self.formats[1].name,
         )
         for name, dim in (("append_key", key.shape[2]), ("append_value", value.shape[2])):

@@ -184,7 +184,10 @@ def plan_of_one(
     def plan(attention: Attention) -> None:
         q_dtype, kv_format = checks.dtype_of(q, "q", RunError), options.get("own", {}).get("kv_format")
         is_given = kv_format is not None or kv_formats.is_fp4(k.dtype)
-        kv_type = (k.dtype if kv_format is None else None) if is_given else checks.dtype_of(k, "k", RunError)
+        kv_type: Any = k.dtype if kv_format is None else None
+        if not is_given:
+            name = kv_formats.stored_as(k.dtype)
+            kv_type = checks.dtype_of(k, "k", RunError, f", or kv_format={name!r} with kv_cache_sf" if name else "")
         arguments = PrefillArguments(
             "ragged",
             q.shape[1],

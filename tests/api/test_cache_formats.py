@@ -169,6 +169,9 @@ def test_scales_of_requests(shapes: tuple[tuple[int, ...], ...]) -> None:
 
 REFUSED_PLANS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown": ({"kv_format": "int5"}, PlanError, "kv_format='int5' is unknown: pass 'nvfp4', 'e4m3_token'"),
+    "one of two": ({"kv_format": ("nvfp4", "uint8")}, PlanError, r"kv_format\[1\]='uint8' is unknown"),
+    "none": ({"kv_format": (None, None)}, PlanError, "names no format: leave it None"),
+    "as a type": ({"kv_data_type": "nvfp4"}, PlanError, "is a format: pass kv_format='nvfp4'"),
     "three": ({"kv_format": ("nvfp4",) * 3}, PlanError, "kv_format has 3 entries"),
     "plain": ({"kv_format": "float16"}, PlanError, "is an element type: pass it as kv_data_type"),
     "rotated-v": ({"kv_format": ("nvfp4", "int4_token_rotated")}, PlanError, "rows of V are not rotated"),
@@ -178,21 +181,21 @@ REFUSED_PLANS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "is not how kv_format=.* is stored .int8, int8.: leave kv_data_type None",
     ),
     "int8": ({"kv_data_type": torch.int8}, PlanError, "has no scales of its own: pass kv_format='int8_token'"),
-    "columns": ({"kv_data_type": torch.uint8, "head_dim": 72}, PlanError, "head_dim_qk=72 is not a multiple of 16"),
+    "columns": ({"kv_data_type": torch.uint8, "head_dim": 72}, PlanError, "head_dim=72 is not a multiple of 16"),
     "not-a-power": (
         {"kv_format": "int4_token_rotated", "head_dim": 96},
         PlanError,
-        "head_dim_qk=96 is not a power of two, as rows of int4_token_rotated must be",
+        "head_dim=96 is not a power of two, as rows of int4_token_rotated must be",
     ),
     "fp8-query": (
         {"kv_format": "int4_token_rotated", "q_data_type": "float8_e4m3fn"},
         PlanError,
-        "rotates queries, which q_data_type float8_e4m3fn is too coarse for",
+        "rotates queries, .*: pass q_data_type=torch.bfloat16, or kv_format='int4_token'",
     ),
     "rope": (
         {"kv_format": "int4_token_rotated", "pos_encoding_mode": "ROPE_LLAMA"},
         CapabilityError,
-        "no in-kernel RoPE .pos_encoding_mode ROPE_LLAMA. over kv_format int4_token_rotated",
+        "no in-kernel RoPE .* over kv_format int4_token_rotated: apply it to q and K before, or pass 'int4_token'$",
     ),
 }
 
@@ -218,13 +221,22 @@ REFUSED_RUNS: dict[str, tuple[Any, str]] = {
     "three": (lambda p: {"kv_cache_sf": [p.scales[0]] * 3}, "kv_cache_sf has 3 entries"),
     "a number": (lambda p: {"kv_cache_sf": 2.0}, "kv_cache_sf=2.0 is not a tensor"),
     "type": (lambda p: {"kv_cache_sf": [p.scales[0].float()] * 2}, r"kv_cache_sf\[0\] has dtype torch.float32"),
-    "columns": (lambda p: {"kv_cache_sf": [p.scales[0][..., :2]] * 2}, "pass 4 scales for each of its rows"),
+    "columns": (lambda p: {"kv_cache_sf": [p.scales[0][..., :2]] * 2}, r"pass \(10, 16, 2, 4\)"),
     "pages": (lambda p: {"kv_cache_sf": [p.scales[0][:-1]] * 2}, r"kv_cache_sf\[0\] has shape \(9, 16, 2, 4\)"),
     "dimensions": (lambda p: {"kv_cache_sf": [p.scales[0][0]] * 2}, "kv_cache_sf.0. has .*|which does not fit"),
     "strides": (
         lambda p: {"kv_cache_sf": [torch.zeros(10, 16, 2, 8, dtype=torch.float8_e4m3fn)[..., ::2]] * 2},
         "the innermost stride must be 1",
     ),
+    "not packed": (
+        lambda p: {"paged_kv_cache": [torch.zeros(10, 16, 2, 64, dtype=torch.uint8)] * 2},
+        "k has rows of 64 uint8 but head_dim 64 in nvfp4 takes 32 .two numbers a byte.: pass packed rows",
+    ),
+    "k_scale": (
+        lambda p: {"k_scale": torch.ones(3)},
+        r"k_scale has shape \(3,\): pass one entry, or \[2\] .one a head.",
+    ),
+    "k_scale strides": (lambda p: {"k_scale": torch.ones(4)[::2]}, r"k_scale has strides \(2,\): pass k_scale.contig"),
     "cache type": (lambda p: {"paged_kv_cache": [p.cache[0].view(torch.int8)] * 2}, "k has dtype torch.int8"),
     "one tensor": (lambda p: {"paged_kv_cache": p.cache[0]}, r"pass \[pages, 2, ...\], or a pair"),
     "written": (lambda p: shared_output(), "out shares memory with kv_cache_sf.0."),
@@ -250,6 +262,29 @@ def test_scales_without_a_format() -> None:
     mixed = planned_decode(pages, kv_format=("bfloat16", "nvfp4"))
     with pytest.raises(RunError, match=r"kv_cache_sf\[0\] is given but bfloat16 has no scales of its own"):
         mixed.run(torch.randn(4, 4, 64).bfloat16(), (cache[:, 0], pages.cache[1]), kv_cache_sf=pages.scales)
+
+
+@pytest.mark.parametrize(
+    "kind, says",
+    [
+        (torch.uint8, "pass kv_format='nvfp4' to plan, and kv_cache_sf"),
+        (torch.int8, "pass kv_format='int8_token' to plan, and kv_cache_sf"),
+        (torch.int16, "pass one of float32, float16, bfloat16"),
+        (torch.float32, "pass kv_data_type=torch.float32 to plan"),
+    ],
+)
+def test_a_cache_of_another_type(kind: torch.dtype, says: str) -> None:
+    wrapper = planned_decode(Pages("nvfp4"))
+    with pytest.raises(RunError, match=says):
+        wrapper.run(torch.randn(4, 4, 64).bfloat16(), torch.zeros(10, 2, 16, 2, 64, dtype=kind))
+    with pytest.raises(RunError, match="pass one of float32|pass q_data_type=torch.float32 to plan"):
+        wrapper.run(torch.zeros(4, 4, 64, dtype=kind), torch.zeros(10, 2, 16, 2, 64).bfloat16())
+
+
+def test_bytes_without_a_format() -> None:
+    k = torch.zeros(9, 2, 64, dtype=torch.int8)
+    with pytest.raises(RunError, match="or kv_format='int8_token' with kv_cache_sf"):
+        flashpage.single_decode_with_kv_cache(torch.randn(4, 64).bfloat16(), k, k)
 
 
 def test_kernels_of_cards_say_why_they_take_no_format() -> None:

@@ -64,11 +64,18 @@ def test_flashinfers_append() -> None:
 
 
 REFUSED_APPENDS: dict[str, tuple[dict[str, Any], str]] = {
-    "no scales": ({"kv_cache_sf": None}, "kv_cache_sf=None: rows of nvfp4 have scales"),
-    "a scale of 0": ({"k_scale": 0.0}, "k_scale=0.0: pass a positive finite global decode scale"),
+    "no scales": (
+        {"kv_cache_sf": None},
+        r"kv_cache_sf=None: rows of nvfp4 have scales: pass kv_cache_sf=\(k_sf, v_sf\) of float8_e4m3fn",
+    ),
+    "a scale of 0": ({"k_scale": 0.0}, "k_scale=0.0: pass a positive finite number, by which"),
     "NaN": ({"v_scale": float("nan")}, "v_scale"),
     "no format": ({"kv_format": None}, "kv_cache_sf, k_scale and v_scale need kv_format"),
-    "another": ({"kv_format": "int8_token"}, r"paged_kv_cache\[0\] has dtype torch.uint8: pass int8"),
+    "another": (
+        {"kv_format": "int8_token"},
+        r"paged_kv_cache\[0\] has dtype torch.uint8: pass int8, as int8_token is stored",
+    ),
+    "not quantised": ({"kv_format": None, "kv_cache_sf": None}, "pass kv_format, such as 'nvfp4', and kv_cache_sf"),
 }
 
 

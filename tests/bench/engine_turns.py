@@ -178,3 +178,34 @@ def show(case: str, figures: dict[str, dict[str, Any]]) -> None:
     for name, rates in figures.items():
         shown = ", ".join(f"{rates[key]:,.0f} {key}" for key in ("new_per_s", "decode_per_s", "prefill_per_s"))
         print(f"{case}: {name}: {shown}", flush=True)
+
+
+def differences(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, float]:
+    """How two engines' answers differ, as long as their tokens are the same. `gap`: how far apart the best two tokens
+    are at most where the engines take different ones."""
+    found, gaps, equal = [], [0.0], 0
+    for one, two in zip(own, other, strict=True):
+        equal += one["tokens"] == two["tokens"]
+        for step, token in enumerate(one["tokens"]):
+            ours, theirs = one["logprobs"][step], two["logprobs"][step]
+            found += [abs(ours[key] - theirs[key]) for key in ours if key in theirs]
+            if token != two["tokens"][step]:
+                best = sorted(theirs.values(), reverse=True)
+                gaps.append(best[0] - best[1])
+                break
+    return {
+        "prompts": len(own),
+        "equal": equal,
+        "median": statistics.median(found),
+        "most": max(found),
+        "gap": max(gaps),
+    }
+
+
+def in_words(found: dict[str, float]) -> str:
+    """What differences() found."""
+    text = (
+        f"{found['equal']} of {found['prompts']} prompts have equal tokens; log-probabilities differ by "
+        f"{found['median']:.4f} in the median and {found['most']:.3f} at most"
+    )
+    return text + (f"; where tokens differ the best two are {found['gap']:.3f} apart at most" if found["gap"] else "")

@@ -17,9 +17,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from format_names import kv_types
 from record import Recorder
 
 import flashpage
@@ -65,7 +70,7 @@ def cache_of(name: str, k: torch.Tensor, v: torch.Tensor, places: tuple[torch.Te
     kind = getattr(torch, row.scales[0])
     scales = tuple(torch.zeros(*shape, *last, dtype=kind, device=k.device) for _ in "kv")
     numbers = {}
-    if name == "nvfp4":  # so that the largest block's scale is e4m3's largest number
+    if name == "nvfp4":  # so that the largest group's scale is e4m3's largest number
         numbers = {"k_scale": float(k.abs().max()) / (6 * 448), "v_scale": float(v.abs().max()) / (6 * 448)}
     flashpage.append_paged_kv_cache(
         k, v, *places[:2], cache, *places[2:], kv_format=name, kv_cache_sf=scales, **numbers
@@ -98,7 +103,7 @@ def error_of(name: str, kind: str, device: str, reader: str = "flashpage") -> fl
     types: dict[str, Any] = {"q_data_type": torch.bfloat16}
     if name in FORMATS:
         cache, scales, run = cache_of(name, k, v, places)
-        types |= {"kv_data_type": torch.uint8} if name == "nvfp4" else {"kv_format": name}
+        types |= kv_types(name)
         wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, **types)
         found = wrapper.run(q, cache, kv_cache_sf=scales, **run)
     else:

@@ -15,9 +15,13 @@ import importlib.util
 import statistics
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from format_names import EACH, kv_types
 from gpu import GpuClock, HostClock, rounds_of
 from record import Recorder
 from workloads import Case, Paged
@@ -25,8 +29,7 @@ from workloads import Case, Paged
 import flashpage
 from flashpage.kernels.kv_formats import FORMATS
 
-PLAIN = ("bfloat16", "float8_e4m3fn")
-SCALED = ("nvfp4", "e4m3_token", "int8_token", "int4_token")
+ELEMENTS = ("bfloat16", "float8_e4m3fn")
 CASES = (
     Case("decode, 64 x 4k", 64, 1, 4096),
     Case("decode, 64 x 4k, page 1", 64, 1, 4096, page_size=1),
@@ -50,7 +53,7 @@ class Cache:
         shape = (table.num_pages, case.page_size, case.num_kv_heads)
         self.scales: tuple[torch.Tensor, ...] | None = None
         kinds: dict[str, Any] = {"device": rows[0].device}
-        if name in PLAIN:
+        if name in ELEMENTS:
             self.parts = tuple(torch.zeros(*shape, case.head_dim, dtype=torch.bfloat16, **kinds) for _ in "kv")
         else:
             row = FORMATS[name]
@@ -77,9 +80,7 @@ class Cache:
 
     @property
     def plan_arguments(self) -> dict[str, Any]:
-        if self.name == "nvfp4":
-            return {"kv_data_type": torch.uint8}  # as FlashInfer says it
-        return {"kv_format": self.name} if self.scales else {"kv_data_type": getattr(torch, self.name)}
+        return kv_types(self.name) if self.scales else {"kv_data_type": getattr(torch, self.name)}
 
 
 def attention(case: Case, cache: Cache, q: torch.Tensor, q_indptr: torch.Tensor, library: str = "flashpage") -> Run:
@@ -105,7 +106,7 @@ def measure(case: Case, rounds: int, clock: GpuClock | HostClock, device: torch.
     )
     q = torch.randn(sum(case.q_lens), case.num_q_heads, case.head_dim, device=device).bfloat16()
     q_indptr = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32)
-    caches = {name: Cache(name, case, table, (rows[0], rows[1])) for name in (*PLAIN, *SCALED)}
+    caches = {name: Cache(name, case, table, (rows[0], rows[1])) for name in (*ELEMENTS, *EACH)}
     if case.name.startswith("fill"):
         copy = torch.empty(2, *rows[0].shape, device=device, dtype=torch.bfloat16)
         both = torch.stack(rows)

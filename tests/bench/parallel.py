@@ -56,7 +56,7 @@ CASES = [
 
 
 def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> dict[str, Any]:
-    """The slowest rank's times, how much faster two cards are than one, and the largest error."""
+    """The slowest rank's times, how much faster the ranks are than one card, and the largest error."""
     torch.manual_seed(0)
     pages = Paged([case.kv_len] * case.batch, case.page_size, device)
     cache = pages.cache(case.num_kv_heads, case.head_dim, torch.bfloat16)
@@ -86,7 +86,7 @@ def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> di
 
 
 class RanksClock(GpuClock):
-    """Ranks begin each timed call together: a rank's collective would also wait for the others' hosts."""
+    """Ranks begin each timed call together; otherwise a collective's time would include the wait for other hosts."""
 
     def __init__(self, repeats: int) -> None:
         super().__init__(repeats)
@@ -128,6 +128,12 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
     arguments = parser.parse_args()
+    for case in CASES:
+        if arguments.only in case.name and case.num_q_heads % arguments.ranks:
+            parser.error(
+                f"--ranks {arguments.ranks} does not divide the {case.num_q_heads} query heads of '{case.name}': "
+                "pass a divisor"
+            )
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.ranks:
         print(f"skipped: --ranks {arguments.ranks} needs as many GPUs, torch finds {torch.cuda.device_count()}")
         return 0

@@ -1,9 +1,11 @@
-"""Runs the benchmarks of this folder: `flashpage bench [NAME ...]`. Each is a program with its own options."""
+"""Runs the benchmarks of this folder: `flashpage bench [NAME ...]`, or `flashpage bench NAME OPTION ...`, as each is a
+program with its own options (`flashpage bench NAME --help`)."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import platform
 import subprocess
@@ -70,10 +72,15 @@ def commit() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="flashpage bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("names", nargs=argparse.REMAINDER, metavar="NAME")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.names if name not in BENCHMARKS]:
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments.names))
+    options = arguments.names[len(names) :]
+    if options and len(names) != 1:
+        print(f"flashpage bench: {options[0]} follows {len(names)} names: pass one benchmark", file=sys.stderr)
+        return 2
+    if unknown := [name for name in names if name not in BENCHMARKS]:
         print(f"flashpage bench: no benchmark {unknown[0]!r}: there are {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
     if arguments.list:
@@ -82,14 +89,16 @@ def main() -> int:
         return 0
     print(f"{machine()}\n{time.strftime('%Y-%m-%d')}, commit {commit()}")
     failed = 0
-    for name in arguments.names or BENCHMARKS:
+    for name in names or BENCHMARKS:
         benchmark = BENCHMARKS[name]
-        if benchmark.needs_gpu and not torch.cuda.is_available():
+        if benchmark.needs_gpu and not options and not torch.cuda.is_available():
             print(f"\n== {name}: skipped, torch finds no GPU here", flush=True)
-            failed += name in arguments.names
+            failed += name in names
             continue
         print(f"\n== {name}: {benchmark.summary}", flush=True)
-        failed += subprocess.run([sys.executable, *benchmark.program], cwd=HERE).returncode != 0
+        file, *given = benchmark.program  # in the caller's folder, where --json FILE is meant
+        command = [sys.executable, os.path.relpath(HERE / file), *given, *options]
+        failed += subprocess.run(command).returncode != 0
     return 1 if failed else 0
 
 

@@ -5,17 +5,19 @@
 
 Each engine of a table below is a process of its own; `--only` names some. They start at once, or each after the one
 before (`--in-turn`), and those of several ranks answer one after the other. Two engines are compared as soon as both
-have answered; `--json` appends what differs to a file, for docs/figures.py. Models are drawn: a Llama, one with a
-single KV head, and a BLOOM, whose ALiBi slopes depend on the head; sinks are added to the Llama, each by its head's
-number in the whole model, so that a rank that takes another's is found. `--small --device cpu` runs tiny models by
-gloo.
+have answered; `--json` appends what differs to a file, for docs/figures.py. Models have random weights: a Llama, one
+with a single KV head, and a BLOOM, whose ALiBi slopes depend on the head; sinks are added to the Llama, each by its
+head's number in the whole model, so that a rank that takes another's is found. `--small --device cpu` runs tiny models
+by gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
+import importlib.util
 import json
 import os
 import signal
@@ -28,21 +30,21 @@ from pathlib import Path
 from typing import Any
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "bench")]
+from engine_turns import differences, in_words
 from entry_points import ROOT, write_entry_points
 from rank_models import KV_HEADS, SIZES, SMALL, requests, write_models
 from record import Recorder
-from vllm_turns import differences, in_words
 
 NEW_TOKENS = {"mixed": 16, "again": 16, "short": 64}  # "again": prefixes come from the cache
 
-# Of each engine: its model, and what differs from one card with flashpage. The first of a model, `MODEL-1`, is what the
-# others are compared with.
-Spec = dict[str, Any]
-TWO: Spec = {"ranks": 2}
-VLLM: dict[str, Spec] = {
+# Each engine: its model, and how it differs from flashpage on one card. Others are compared with `MODEL-1`.
+Setup = dict[str, Any]
+TWO: Setup = {"ranks": 2}
+VLLM: dict[str, Setup] = {
     "llama-1": {"model": "llama"},
     "llama-2": {"model": "llama", **TWO},
-    "llama-2-preempted": {"model": "llama", **TWO, "cache": 1280, "kinds": ("short",)},  # less than the requests have
+    # Fewer tokens than the requests have, so that some are preempted.
+    "llama-2-preempted": {"model": "llama", **TWO, "cache": 1280, "kinds": ("short",)},
     "llama-1-other": {"model": "llama", "backend": "FLASH_ATTN"},
     "llama-2-other": {"model": "llama", **TWO, "backend": "FLASH_ATTN"},
     "bloom-1": {"model": "bloom"},
@@ -54,7 +56,7 @@ VLLM: dict[str, Spec] = {
     "mqa-1": {"model": "mqa"},
     "mqa-2-context": {"model": "mqa", **TWO, "context": 2},
 }
-SGLANG: dict[str, Spec] = {
+SGLANG: dict[str, Setup] = {
     "llama-1": {"model": "llama"},
     "llama-2": {"model": "llama", **TWO},
     "llama-2-eager": {"model": "llama", **TWO, "is_eager": True},
@@ -94,18 +96,18 @@ def register_sinks() -> None:
     llama.Attention = WithSinks
 
 
-def vllm_options(spec: Spec, folder: Path, is_small: bool) -> Spec:
-    sizes, ranks, cache = SMALL if is_small else SIZES, spec.get("ranks", 1), 64 << 20 if is_small else 1 << 30
-    if "cache" in spec:
-        heads = KV_HEADS[spec["model"]] // ranks
-        cache = spec["cache"] * 2 * heads * sizes["head_dim"] * (4 if is_small else 2) * sizes["num_hidden_layers"]
+def vllm_options(setup: Setup, folder: Path, is_small: bool) -> Setup:
+    sizes, ranks, cache = SMALL if is_small else SIZES, setup.get("ranks", 1), 64 << 20 if is_small else 1 << 30
+    if "cache" in setup:
+        heads = KV_HEADS[setup["model"]] // ranks
+        cache = setup["cache"] * 2 * heads * sizes["head_dim"] * (4 if is_small else 2) * sizes["num_hidden_layers"]
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     found = {
-        "model": str(folder / spec["model"]),
+        "model": str(folder / setup["model"]),
         "skip_tokenizer_init": True,
         "dtype": "float32" if is_small else "bfloat16",
         "tensor_parallel_size": ranks,
-        "decode_context_parallel_size": spec.get("context", 1),
+        "decode_context_parallel_size": setup.get("context", 1),
         "max_model_len": 1024,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 512,  # longer prompts come in chunks, next to decodes of others
@@ -118,16 +120,16 @@ def vllm_options(spec: Spec, folder: Path, is_small: bool) -> Spec:
         "enforce_eager": is_small,
         "compilation_config": {"mode": 0} | ({"custom_ops": ["none"]} if is_small else graphs),
     }
-    return found if is_small else found | {"attention_config": {"backend": spec.get("backend", "CUSTOM")}}
+    return found if is_small else found | {"attention_config": {"backend": setup.get("backend", "CUSTOM")}}
 
 
-def answer_vllm(spec: Spec, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    ranks = spec.get("ranks", 1)
-    os.environ["ENGINE_RANKS_SINKS"] = "1" if spec.get("sinks") else ""
+def answer_vllm(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    ranks = setup.get("ranks", 1)
+    os.environ["ENGINE_RANKS_SINKS"] = "1" if setup.get("sinks") else ""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if ranks == 1 else "1"
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**vllm_options(spec, folder, chosen.small))
+    llm = LLM(**vllm_options(setup, folder, chosen.small))
 
     def ask(kind: str) -> list[dict[str, Any]]:
         given: Any = {"max_tokens": NEW_TOKENS[kind], "ignore_eos": True, "logprobs": 5, "detokenize": False}
@@ -142,32 +144,32 @@ def answer_vllm(spec: Spec, folder: Path, chosen: argparse.Namespace) -> dict[st
             for answer in answers
         ]
 
-    found: dict[str, Any] = ask_all(spec, ask)
+    found: dict[str, Any] = ask_all(setup, ask)
     counted = "vllm:num_preemptions", "vllm:prefix_cache_hits"
     found["counts"] = {one.name: one.value for one in llm.get_metrics() if one.name in counted}
     return found
 
 
-def answer_sglang(spec: Spec, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+def answer_sglang(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     from sglang import Engine
 
-    backend = spec.get("backend", "flashpage")
+    backend = setup.get("backend", "flashpage")
     options: dict[str, Any] = {
-        "model_path": str(folder / spec["model"]),
+        "model_path": str(folder / setup["model"]),
         "skip_tokenizer_init": True,
         "dtype": "float32" if chosen.small else "bfloat16",
         "attention_backend": "torch_native" if chosen.small and backend == "fa3" else backend,
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "device": chosen.device,
-        "tp_size": spec.get("ranks", 1),
-        "page_size": spec.get("page_size", 1),
+        "tp_size": setup.get("ranks", 1),
+        "page_size": setup.get("page_size", 1),
         "context_length": 1024,
         "chunked_prefill_size": 512,
         "enable_mixed_chunk": True,
         "max_running_requests": 16,
         "max_total_tokens": 16384,
-        "cuda_graph_backend_decode": "disabled" if chosen.small or spec.get("is_eager") else "full",
+        "cuda_graph_backend_decode": "disabled" if chosen.small or setup.get("is_eager") else "full",
         "cuda_graph_backend_prefill": "disabled",
         "disable_custom_all_reduce": True,
         "log_level": "error",
@@ -189,21 +191,41 @@ def answer_sglang(spec: Spec, folder: Path, chosen: argparse.Namespace) -> dict[
             for best in [answer["meta_info"]["output_top_logprobs"]]
         ]
 
-    found = ask_all(spec, ask)
+    found = ask_all(setup, ask)
     engine.shutdown()
     return found
 
 
-def ask_all(spec: Spec, ask: Callable[[str], list[dict[str, Any]]]) -> dict[str, Any]:
+def ask_all(setup: Setup, ask: Callable[[str], list[dict[str, Any]]]) -> dict[str, Any]:
     """One engine of several ranks at a time: their collectives wait for each other while cards run other programs."""
     with open(Path(tempfile.gettempdir(), "engine-ranks.lock"), "w") as file, contextlib.ExitStack() as stack:
-        if spec.get("ranks", 1) > 1:
+        if setup.get("ranks", 1) > 1:
             fcntl.flock(file, fcntl.LOCK_EX)
             stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
-        return {kind: ask(kind) for kind in spec.get("kinds", NEW_TOKENS)}
+        return {kind: ask(kind) for kind in setup.get("kinds", NEW_TOKENS)}
 
 
-ENGINES = {"vllm": (VLLM, answer_vllm), "sglang": (SGLANG, answer_sglang)}
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A project whose engines are compared."""
+
+    name: str
+    table: dict[str, Setup]
+    answer: Callable[[Setup, Path, argparse.Namespace], dict[str, Any]]
+    plugin_group: str  # the entry points by which it finds flashpage
+    entry_points: tuple[str, ...] = ()  # of this program
+
+
+ENGINES = {
+    "vllm": Engine(
+        name="vLLM",
+        table=VLLM,
+        answer=answer_vllm,
+        plugin_group="vllm.general_plugins",
+        entry_points=("sinks_of_ranks = engine_ranks:register_sinks",),
+    ),
+    "sglang": Engine("SGLang", SGLANG, answer_sglang, "sglang.srt.plugins"),
+}
 
 
 # ---------------------------------------------------------------------------------------------------- all of them
@@ -240,21 +262,21 @@ class Comparison:
     def _say(self, name: str, kind: str, base: str, own: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
         found = differences(own, other)
         print(f"   {name}, {kind}, next to {base}: {in_words(found)}", flush=True)
-        ranks = ENGINES[self.engine][0][name].get("ranks", 1)
+        ranks = ENGINES[self.engine].table[name].get("ranks", 1)
         self.recorder.add("ranks", f"{self.engine} {name}, {kind}, next to {base}", ranks=ranks, **found)
 
 
 def started(name: str, number: int, place: Path, chosen: argparse.Namespace) -> subprocess.Popen[bytes]:
     """An engine's process. Those of one rank take the cards by turns."""
-    more = ("sinks_of_ranks = engine_ranks:register_sinks",) if chosen.engine == "vllm" else ()
-    group = "vllm.general_plugins" if chosen.engine == "vllm" else "sglang.srt.plugins"
-    paths = write_entry_points(place / "entries", group, *more), ROOT, Path(__file__).parent
+    engine = ENGINES[chosen.engine]
+    entries = write_entry_points(place / "entries", engine.plugin_group, *engine.entry_points)
+    paths = entries, ROOT, Path(__file__).parent
     variables = {"PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])}
-    spec = ENGINES[chosen.engine][0][name]
-    if spec.get("ranks", 1) == 1 and chosen.device == "cuda":
+    setup = engine.table[name]
+    if setup.get("ranks", 1) == 1 and chosen.device == "cuda":
         variables["CUDA_VISIBLE_DEVICES"] = str(number % 2)
     if chosen.device == "cpu":
-        variables |= ON_CPU | {"FLASHPAGE_VLLM": "off" if "backend" in spec else "on"}
+        variables |= ON_CPU | {"FLASHPAGE_VLLM": "off" if "backend" in setup else "on"}
     command = [sys.executable, __file__, *sys.argv[1:], "--answer", name, "--place", str(place)]
     streams: dict[str, Any] = {"stderr": subprocess.STDOUT, "start_new_session": True}
     with (place / f"{name}.log").open("wb") as log:
@@ -278,12 +300,14 @@ def run_all(names: list[str], place: Path, chosen: argparse.Namespace, compariso
             for name, (process, last) in list(running.items()):
                 if process.poll() is None and time.monotonic() < last:
                     continue
+                is_late = process.poll() is None
                 end(running.pop(name)[0])
                 if process.returncode == 0:
                     comparison.add(name, json.loads((place / f"{name}.json").read_text()))
                 else:
                     log = (place / f"{name}.log").read_text()
-                    print(f"{name} gave no answer; the end of its log:\n{log[-3000:]}", flush=True)
+                    within = f" within {chosen.seconds:.0f} s" if is_late else ""
+                    print(f"{name} gave no answer{within}; the end of its log:\n{log[-3000:]}", flush=True)
             time.sleep(0.1)
     finally:
         for process, _ in running.values():
@@ -294,7 +318,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--only", help="names of the table, with commas between (default: all)")
-    parser.add_argument("--seconds", type=float, default=600, help="most of an engine (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="seconds that an engine may take (default: %(default)s)"
+    )
     parser.add_argument("--in-turn", action="store_true", help="start each engine after the one before")
     parser.add_argument("--json", help="append a line for each comparison to this file")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -302,15 +328,22 @@ def main() -> int:
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    table, answer = ENGINES[chosen.engine]
+    engine = ENGINES[chosen.engine]
+    table = engine.table
     if chosen.answer:
-        found = answer(table[chosen.answer], chosen.place, chosen)
+        found = engine.answer(table[chosen.answer], chosen.place, chosen)
         (chosen.place / f"{chosen.answer}.json").write_text(json.dumps(found))
         sys.stdout.flush()
         os._exit(0)  # threads of engines do not hold it
     names = chosen.only.split(",") if chosen.only else list(table)
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--only {unknown[0]} is no engine of {chosen.engine}: name some of {', '.join(table)}")
+    for name in names:
+        if (base := f"{name.partition('-')[0]}-1") not in names:
+            parser.error(f"--only {name} is compared with {base}: name it too")
+    if importlib.util.find_spec(chosen.engine) is None:
+        print(f"skipped: {engine.name} is not installed")
+        return 0
     comparison = Comparison(chosen.engine, Recorder(chosen.json))
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)

@@ -1,4 +1,4 @@
-"""As CONTRIBUTING says, a new format of K and V is a file and a row: no kernel changes."""
+"""A format of 8 bits with one scale a row needs a file and a row, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import flashpage
 from flashpage.base import paths
 from flashpage.kernels import judged, kv_formats, spec
 
-HEADER = """// Signed numbers of two, with an fp32 scale for a token and head: what is below zero, and what is not.
+HEADER = """// One bit in a byte: 0 is -1 and 1 is +1, times an fp32 scale for a token and head.
 #pragma once
 #include "flashpage/formats/token_scale.h"
 

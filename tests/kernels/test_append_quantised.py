@@ -12,7 +12,7 @@ from native_build import shared_library, traits_flags
 
 import flashpage
 from flashpage.base.dtypes import DType
-from flashpage.kernels.kv_formats import find
+from flashpage.kernels.kv_formats import FORMATS, WHOLE_ROW, find, unrotated
 from flashpage.kernels.spec import KernelSpec
 from flashpage.wrappers.quantised_append import QuantisedWrite
 
@@ -44,6 +44,7 @@ APPENDS = {
     "rotated": Append("int4_token_rotated", "int4_token", (128, 64)),
     "mixed": Append("nvfp4", "float16", (64, 24), dtype="float16"),
 }
+APPENDS |= {name: Append(name, unrotated(name)) for name in FORMATS.keys() - {append.k for append in APPENDS.values()}}
 
 
 def memory(name: str, dim: int, append: Append, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -56,7 +57,7 @@ def memory(name: str, dim: int, append: Append, device: str) -> tuple[torch.Tens
         return cache, None
     scales = torch.full((*shape, row.row_scales(dim) * row.scale_size), 255, dtype=torch.uint8, device=device)
     found = scales.view(getattr(torch, row.scales[0]))
-    return cache, found.squeeze(-1) if row.scale_columns > 16 else found
+    return cache, found.squeeze(-1) if row.scale_columns == WHOLE_ROW else found
 
 
 def write(append: Append, device: str = "cpu") -> list[torch.Tensor | None]:
@@ -91,7 +92,7 @@ def run_kernel(write: QuantisedWrite, params: Any) -> int:
         kv_dtype=DType.BYTES,
         head_dim_qk=key.shape[2],
         head_dim_vo=value.shape[2],
-        k_format=write.formats[0].name.removesuffix("_rotated"),
+        k_format=unrotated(write.formats[0].name),
         v_format=write.formats[1].name,
     )
     library = shared_library("append_quantised.cpp", first_include="hopper", flags=traits_flags(spec))

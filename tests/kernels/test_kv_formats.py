@@ -7,14 +7,14 @@ import functools
 import re
 from typing import Any
 
+import format_names
 import pytest
 import torch
 from native_build import ROOT, shared_library
 
-from flashpage.kernels.kv_formats import FORMATS, WHOLE_ROW, KvFormat
+from flashpage.kernels.kv_formats import FORMATS, KvFormat, torch_dtype
 
-ROWS = [row for row in FORMATS.values() if not row.is_rotated]  # which differ from the others in nothing here
-EACH = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+EACH = pytest.mark.parametrize("row", [FORMATS[name] for name in format_names.EACH], ids=lambda row: row.name)
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 NUMBERS = {
     "nvfp4": [*E2M1, *(-number for number in E2M1)],
@@ -24,11 +24,16 @@ NUMBERS = {
 }
 
 
+def numbers_of(row: KvFormat) -> list[float]:
+    assert row.name in NUMBERS, f"NUMBERS has no row {row.name}: write down what each of its numbers stands for"
+    return NUMBERS[row.name]
+
+
 @functools.cache
 def compiled(row: KvFormat) -> Any:
     flags = ("-include", f"flashpage/formats/{row.header}.h", f"-DFORMAT={row.cpp}")
     library = ctypes.CDLL(str(shared_library("kv_formats.cpp", first_include="hopper", flags=flags)))
-    library.number.restype = library.factor_of_pairs.restype = library.unit.restype = ctypes.c_float
+    library.number.restype = library.factor_of_pairs.restype = library.left_out.restype = ctypes.c_float
     return library
 
 
@@ -43,38 +48,38 @@ def same(found: list[float], wanted: list[float]) -> bool:
 @EACH
 def test_each_number_is_what_its_bits_stand_for(row):
     library = compiled(row)
-    assert same([library.number(stored) for stored in range(1 << row.bits)], NUMBERS[row.name])
+    assert same([library.number(stored) for stored in range(1 << row.bits)], numbers_of(row))
 
 
 @EACH
 @pytest.mark.parametrize("is_half", [1, 0], ids=["fp16", "bf16"])
 def test_cards_widen_every_number_exactly(row, is_half):
-    """In every place of a word, times the scale of a block: each scale is a power of two here, or 1."""
+    """Every number in every place of a word, with a scale of 1."""
     library, count = compiled(row), 32 // row.bits
-    scale = torch.tensor([1.0]).to(torch.float8_e4m3fn) if row.scale_columns < WHOLE_ROW else torch.tensor([1.0])
-    factor = library.factor_of_pairs(ctypes.c_void_p(scale.data_ptr()), is_half) * library.unit()
+    scale = torch.tensor([1.0]).to(torch_dtype(row.scales[0]))
+    factor = library.factor_of_pairs(ctypes.c_void_p(scale.data_ptr()), is_half) * library.left_out()
     for first in range(1 << row.bits):
         stored = [(first + 37 * i) % (1 << row.bits) for i in range(count)]
         word, numbers = sum(bits << row.bits * i for i, bits in enumerate(stored)), floats(count)
         library.widened(word, is_half, numbers)
-        assert same([number * factor for number in numbers], [NUMBERS[row.name][bits] for bits in stored])
+        assert same([number * factor for number in numbers], [numbers_of(row)[bits] for bits in stored])
 
 
 @pytest.mark.parametrize("is_half", [1, 0], ids=["fp16", "bf16"])
 def test_products_of_nvfp4_are_exact(is_half):
-    """A number times the scale of its block, in 16 bits, is exact for all 254 scales."""
+    """A number times the scale of its group, in 16 bits, is exact for all 127 scales that are not negative."""
     library, wide = compiled(FORMATS["nvfp4"]), torch.float16 if is_half else torch.bfloat16
     scales = torch.arange(0x7F, dtype=torch.uint8)
     for scale in scales:
         factor = library.factor_of_pairs(ctypes.c_void_p(scale.data_ptr()), is_half)
         numbers = floats(8)
         library.widened(0x76543210, is_half, numbers)
-        products = (torch.tensor(list(numbers)).to(wide) * torch.tensor(factor).to(wide)).double() * library.unit()
+        products = (torch.tensor(list(numbers)).to(wide) * torch.tensor(factor).to(wide)).double() * library.left_out()
         assert torch.equal(products, torch.tensor(E2M1).double() * scale.view(torch.float8_e4m3fn).double())
 
 
 @EACH
-def test_a_block_is_quantised_to_the_nearest_numbers(row):
+def test_a_group_is_quantised_to_the_nearest_numbers(row):
     library, columns = compiled(row), min(row.scale_columns, 128)
     torch.manual_seed(1)
     for elements in (torch.randn(columns), torch.rand(columns) + 3, -torch.rand(columns), torch.zeros(columns)):
@@ -82,7 +87,7 @@ def test_a_block_is_quantised_to_the_nearest_numbers(row):
         library.quantise(floats(columns, elements.tolist()), columns, read, scale)
         factor, zero = ctypes.c_float(), ctypes.c_float()
         library.factors(scale, ctypes.byref(factor), ctypes.byref(zero))
-        numbers = (torch.tensor(NUMBERS[row.name], dtype=torch.float64).nan_to_num(0) - zero.value) * factor.value
+        numbers = (torch.tensor(numbers_of(row), dtype=torch.float64).nan_to_num(0) - zero.value) * factor.value
         found = torch.tensor(list(read), dtype=torch.float64)
         nearest = (elements[:, None].double() - numbers).abs().amin(1)
         error = (elements.double() - found).abs()

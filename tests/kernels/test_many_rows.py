@@ -41,7 +41,7 @@ CASES = [
     ("B200", "attention_sm80", prefill("two-stages", "bf16", (20,), (210,), head_dim=128, causal=True, page_size=3)),
     (
         *("RTX 4090", "attention_sm80"),
-        prefill("nvfp4", "scales of blocks", (20, 2), (140, 0), kv_format="nvfp4", causal=True, page_size=3),
+        prefill("nvfp4", "scales of column groups", (20, 2), (140, 0), kv_format="nvfp4", causal=True, page_size=3),
     ),
     (
         *("A100", "attention_sm80"),

@@ -25,6 +25,7 @@ import flashpage
 from flashpage.base.dtypes import DType
 from flashpage.kernels import devices
 from flashpage.kernels.choose import choose_for_card
+from flashpage.kernels.kv_formats import FORMATS
 from flashpage.kernels.options import Options
 from flashpage.kernels.work import Problem
 from flashpage.plan import gather_rows, widened_pages
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 BATCH: dict[str, Any] = {"q_lens": (70, 90), "kv_lens": (71, 130), "num_q_heads": 4, "num_kv_heads": 2, "causal": True}
 CASES = [
-    prefill("widen-nvfp4", "blocks of scales", kv_format="nvfp4", head_dim=128, scales="float", **BATCH),
+    prefill("widen-nvfp4", "scales of column groups", kv_format="nvfp4", head_dim=128, scales="float", **BATCH),
     prefill("widen-nvfp4-fp16", "fp16", kv_format="nvfp4", kv_layout="HND", q_dtype="float16", **BATCH),
     prefill("widen-nvfp4-dims", "two head dims", kv_format="nvfp4", head_dim=192, head_dim_vo=128, **BATCH),
     prefill("widen-nvfp4-fused", "one tensor", kv_format="nvfp4", cache="fused", head_dim=128, page_size=64, **BATCH),
@@ -47,6 +48,10 @@ CASES = [
     prefill("widen-fp8", "no scales", kv_dtype="float8_e4m3fn", scales="float", head_dim=128, **BATCH),
     prefill("widen-e5m2", "no scales", kv_dtype="float8_e5m2", q_dtype="float16", kv_layout="HND", **BATCH),
     prefill("widen-plain", "K is not widened", kv_format="bfloat16+nvfp4", **BATCH),
+]
+CASES += [
+    prefill(f"widen-{name}", "a format that no row above has", kv_format=name, **BATCH)
+    for name in sorted(FORMATS.keys() - {case.kv_format for case in CASES})
 ]
 
 

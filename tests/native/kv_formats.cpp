@@ -36,7 +36,7 @@ void widened(u32 word, int is_half, float* numbers) {
   is_half ? widen<Half>(word, numbers) : widen<Bf16>(word, numbers);
 }
 float number(u32 stored) { return Format::number(stored); }
-float unit() { return Format::unit; }
+float left_out() { return Format::left_out; }
 // The factor of pairs on cards.
 float factor_of_pairs(const void* scale, int is_half) {
   const Scale& given = *static_cast<const Scale*>(scale);
@@ -47,7 +47,7 @@ void factors(const void* scale, float* factor, float* zero) {
   *factor = Format::factor(given);
   *zero = Format::zero(given);
 }
-// Quantises a block of elements; returns them as they are read again.
+// Quantises a group of elements; returns them as they are read again.
 void quantise(const float* elements, int count, float* read, void* scale_out) {
   float least = elements[0], most = elements[0];
   for (int i = 1; i < count; ++i) {

@@ -190,14 +190,11 @@ def test_few_rows_are_planned_for_two_ctas_an_sm(rows: list[int], tokens: list[i
     assert not are_few or plan.schedule.tile_q == 64 // (heads // 8) * (heads // 8)
 
 
-@pytest.mark.parametrize(
-    ("backend", "first", "last"), [("cuda", "attention_sm80", "cpu_"), ("cpu", "cpu_attention", "decode_sm90")]
-)
-def test_a_refusal_begins_with_the_most_useful_line(backend: str, first: str, last: str) -> None:
-    """The kernel that takes the most where the work is; kernels of another backend come last."""
+@pytest.mark.parametrize(("backend", "first"), [("cuda", "attention_sm80"), ("cpu", "cpu_attention")])
+def test_a_refusal_begins_with_the_most_useful_line(backend: str, first: str) -> None:
+    """The kernel that takes the most where the work is; kernels of another backend are not named."""
     with pytest.raises(CapabilityError) as caught:
         plan_lengths(None, [100], head_dim=520, backend=backend)
     lines = str(caught.value).splitlines()[1:]
-    assert len(lines) == len(ATTENTION)
+    assert len(lines) == sum(kernel.backend == backend for kernel in ATTENTION)
     assert lines[0].startswith(f"  {first}: head_dim_qk 520 is not a multiple of 8 from 16 to 512")
-    assert lines[-1].startswith(f"  {last}") and "the work is on" in lines[-1]

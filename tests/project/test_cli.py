@@ -97,6 +97,14 @@ def test_wrong_benchmark() -> None:
     assert "sleep" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "words, code, says", [("plan --help", 0, "--largest"), ("plan cpu --small", 2, "pass one benchmark")]
+)
+def test_options_of_a_benchmark(words: str, code: int, says: str) -> None:
+    done = programs.run(["-m", "flashpage", "bench", *words.split()])
+    assert done.returncode == code and says in done.stdout + done.stderr
+
+
 LENGTHS = [
     ("300,17,4096", [300, 17, 4096]),
     ("3x64,5", [64, 64, 64, 5]),

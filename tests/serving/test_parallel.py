@@ -206,6 +206,7 @@ REFUSALS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "pos_encoding_mode='ROPE_LLAMA'",
     ),
     ("mask", lambda: planned(DECODE, custom_mask=torch.ones(9)), CapabilityError, "custom_mask=.*on one rank"),
+    ("format", lambda: planned(DECODE, kv_format="nvfp4"), CapabilityError, "kv_format='nvfp4'.*pass kv_data_type"),
     (
         "variant",
         lambda: planned(DECODE, variant=flashpage.Variant(mask="kv_idx > 3")),

@@ -161,7 +161,7 @@ TABLE = [
         "decode", "head_dim", 12, "no kernel", "head_dim_qk 12", "multiple of 8 from 16 to 512", error=CapabilityError
     ),
     plan("decode", "head_dim", 520, "head_dim_qk 520", error=CapabilityError),
-    plan("decode", "kv_data_type", torch.bfloat16, "kv_data_type bfloat16", "attention_sm80", error=CapabilityError),
+    plan("decode", "kv_data_type", torch.bfloat16, "kv_data_type bfloat16", "cpu_attention", error=CapabilityError),
     plan("decode", "o_data_type", torch.float8_e5m2, "o_data_type float8_e5m2", error=CapabilityError),
     refused("decode", "plan", "window_right", 3),
     refused("prefill", "plan", "use_fp16_qk_reduction", True),
@@ -205,7 +205,7 @@ TABLE = [
     run("decode", "lse", torch.empty(HEADS, 2).T, "lse has strides", "contiguous"),
     run("decode", "sinks", torch.zeros(3), "sinks has shape (3,)", "[4]"),
     run("decode", "sinks", torch.zeros(HEADS).half(), "float16", "float32"),
-    run("decode", "k_scale", torch.ones(3), "k_scale has 3 entries", "(2)"),
+    run("decode", "k_scale", torch.ones(3), "k_scale has shape (3,)", "[2] (one a head)"),
     run("decode", "q_scale", torch.ones(HEADS).half(), "q_scale", "float32"),
     run("decode", "q_len_per_req", 2, "q_len_per_req=2", "plan is for 1"),
     run("ragged", "k", torch.randn(29, KV_HEADS, DIM), "29"),

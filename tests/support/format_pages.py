@@ -8,7 +8,7 @@ import format_rows
 import torch
 
 import flashpage
-from flashpage.kernels.kv_formats import FORMATS
+from flashpage.kernels.kv_formats import FORMATS, unrotated
 
 NAMES = tuple(FORMATS)
 LENGTHS = (45, 8, 25, 22)
@@ -29,7 +29,7 @@ class Pages:
         ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
         self.places = flashpage.get_batch_indices_positions(ends, lengths.int(), int(ends[-1]))
         self.key, self.value = torch.randn(2, int(ends[-1]), heads, dim).bfloat16()
-        self.base = name.removesuffix("_rotated")
+        self.base = unrotated(name)
         stored, scales, columns = format_rows.STORED[self.base]
         inner = (page, heads) if layout == "NHD" else (heads, page)
         width = dim // 2 if FORMATS[name].bits == 4 else dim

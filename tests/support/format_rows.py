@@ -8,14 +8,20 @@ from typing import Any
 import torch
 from caches import Cache
 from cases.case import Case
+from format_names import EACH, kv_types
+
+from flashpage.kernels import kv_formats
+from flashpage.kernels.kv_formats import FORMATS
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-# Of each format: the type of its tensor, and its scales' type and the columns that share one (0: all of a row).
+# For each format: the tensor's type, the scales' type, and the columns that share a scale (0: the whole row).
 STORED: dict[str, tuple[torch.dtype, torch.dtype, int]] = {
-    "nvfp4": (torch.uint8, torch.float8_e4m3fn, 16),
-    "e4m3_token": (torch.float8_e4m3fn, torch.float32, 0),
-    "int8_token": (torch.int8, torch.float32, 0),
-    "int4_token": (torch.uint8, torch.float32, 0),
+    name: (
+        kv_formats.torch_dtype(FORMATS[name].stored[0]),
+        kv_formats.torch_dtype(FORMATS[name].scales[0]),
+        FORMATS[name].scale_columns % kv_formats.WHOLE_ROW,
+    )
+    for name in EACH
 }
 Rows = list[torch.Tensor]
 
@@ -23,14 +29,12 @@ Rows = list[torch.Tensor]
 def names(case: Case) -> tuple[str, str]:
     """The formats of K and V."""
     k, _, v = case.kv_format.partition("+")
-    return k, v or k.removesuffix("_rotated")
+    return k, v or _base(k)
 
 
 def plan_arguments(case: Case) -> dict[str, Any]:
-    """What plan gets; FlashInfer's own way where there is one."""
-    if case.kv_format == "nvfp4":
-        return {"kv_data_type": torch.uint8}
-    return {"kv_data_type": None, "kv_format": names(case) if "+" in case.kv_format else case.kv_format}
+    """What plan gets in place of an element type."""
+    return {"kv_data_type": None} | kv_types(names(case) if "+" in case.kv_format else case.kv_format)
 
 
 def exact(case: Case, k: Rows, v: Rows) -> tuple[Rows, Rows]:
@@ -90,7 +94,7 @@ def hadamard(columns: int) -> torch.Tensor:
 
 
 def _base(name: str) -> str:
-    return name.removesuffix("_rotated")
+    return kv_formats.unrotated(name)
 
 
 def _typed(given: Any, types: list[torch.dtype]) -> Any:
@@ -105,16 +109,16 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
 
 def _quantised(name: str, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers [tokens, heads, ...] and scales [tokens, heads, scales of a row]."""
-    if name.endswith("_rotated"):
+    if _base(name) != name:
         rows = rows.double() @ hadamard(rows.shape[-1])
     rows = rows.double().nan_to_num(0.0, 0.0, 0.0).clamp(-1e3, 1e3)  # prebuild has rows without values
     base = _base(name)
     if base not in STORED:
         return rows.to(getattr(torch, name)), torch.empty(*rows.shape[:2], 0, dtype=torch.uint8)
     if base == "nvfp4":
-        blocks = rows.unflatten(2, (-1, 16))
-        scales = (blocks.abs().amax(3) / 6).to(torch.float8_e4m3fn)
-        x = blocks / scales.double().clamp(min=1e-30)[..., None]
+        groups = rows.unflatten(2, (-1, 16))
+        scales = (groups.abs().amax(3) / 6).to(torch.float8_e4m3fn)
+        x = groups / scales.double().clamp(min=1e-30)[..., None]
         distance = (x.abs()[..., None] - E2M1).abs() + 1e-9 * (torch.arange(8) % 2)  # of two equal ones the even one
         found = distance.argmin(-1) + 8 * (x < 0).long()
         return _packed(found.flatten(2)), scales
@@ -125,6 +129,8 @@ def _quantised(name: str, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         zero = (-least / scale).round().clamp(0, 15)
         found = ((rows / scale[..., None]).round() + zero[..., None]).clamp(0, 15).long()
         return _packed(found), (words | zero.int()).view(torch.float32)[..., None]
+    if base not in ("e4m3_token", "int8_token"):
+        raise KeyError(base)
     scale = (rows.abs().amax(2) / (448 if base == "e4m3_token" else 127)).float()
     x = rows / scale.double().clamp(min=1e-30)[..., None]
     return (x.float().to(torch.float8_e4m3fn) if base == "e4m3_token" else x.round().to(torch.int8)), scale[..., None]
@@ -147,6 +153,6 @@ def _read(name: str, stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     if base == "int4_token":
         words = scales.contiguous().view(torch.int32)
         rows = (stored - (words & 15)) * (words & ~15).view(torch.float32).double()
-    else:
+    else:  # _quantised refuses others
         rows = stored.double() * scales.double()
-    return rows @ hadamard(rows.shape[-1]) if name.endswith("_rotated") else rows
+    return rows @ hadamard(rows.shape[-1]) if _base(name) != name else rows

@@ -36,8 +36,7 @@ class ListedPlans:
         self._last: dict[int, BatchMLASparseAttentionWrapper] = {}  # of other rows: a step's, and its decodes'
 
     def plan(self, lists: torch.Tensor) -> None:
-        """Plans for as many rows and entries as `lists` has, if there is no plan for them; not while a step is
-        captured."""
+        """Plans for len(lists) rows unless there is a plan; call it outside of captures."""
         rows = len(lists)
         if rows == 0 or rows in self._kept:
             return

@@ -50,11 +50,11 @@ def listed_refusal(
     q_dtype: torch.dtype,
     kv_dtype: torch.dtype,
     page_size: int,
-    is_stored: bool,
+    is_ds_mla: bool,
     capability: tuple[int, int] | None,
 ) -> str | None:
-    """As latent_refusal, over lists of tokens; `is_stored`: rows are DeepSeek's of 656 bytes."""
-    types: dict[str, Any] = {"kv_row_format": "deepseek_v32"} if is_stored else {"kv_data_type": kv_dtype}
+    """As latent_refusal, over lists of tokens; `is_ds_mla`: rows are DeepSeek's of 656 bytes."""
+    types: dict[str, Any] = {"kv_row_format": "deepseek_v32"} if is_ds_mla else {"kv_data_type": kv_dtype}
     sizes = (16, 512, columns - 512, page_size)
     plan = LatentArguments(*sizes, sm_scale=1.0, q_data_type=q_dtype, is_selected=True, **types)
     return _reason(capability, (plan, 1))

@@ -39,10 +39,10 @@ void store_numbers(const float* elements, int begin, int end, typename Format::S
 
 template <class Format, int columns>
 void store_row(const float (&elements)[columns], u8* row, u8* scales) {
-  constexpr int blocks = max_of(1, scales_of_row<Format>(columns));
-  for (int block = 0; block < blocks; ++block) {
-    const int begin = block * (blocks > 1 ? Format::scale_columns : 0);
-    const int end = blocks > 1 ? min_of(columns, begin + Format::scale_columns) : columns;
+  constexpr int groups = max_of(1, scales_of_row<Format>(columns));
+  for (int group = 0; group < groups; ++group) {
+    const int begin = group * (groups > 1 ? Format::scale_columns : 0);
+    const int end = groups > 1 ? min_of(columns, begin + Format::scale_columns) : columns;
     float least = elements[begin], most = elements[begin], widest = 0.f;
     for (int i = begin; i < end; ++i) {
       least = min_of(least, elements[i]);
@@ -52,7 +52,7 @@ void store_row(const float (&elements)[columns], u8* row, u8* scales) {
     if (widest != widest) most = widest;  // NaN, which comparisons may have left out
     const typename Format::Scale scale = Format::scale_for(least, most);
     store_numbers<Format>(elements, begin, end, scale, row);
-    if constexpr (!is_plain_format<Format>) __builtin_memcpy(scales + block * sizeof scale, &scale, sizeof scale);
+    if constexpr (!is_plain_format<Format>) __builtin_memcpy(scales + group * sizeof scale, &scale, sizeof scale);
   }
 }
 

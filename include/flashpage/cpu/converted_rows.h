@@ -14,9 +14,9 @@ void convert_row(const AttentionParams& params, const LatentParts& parts, typena
   using Rest = typename Format::Rest;
   const bool has_scales = Format::has_scales(params);
   const float common = Format::common_scale(params), rest = Format::rest_scale(params);
-  const auto scale_of = [&](int block) {  // rows start anywhere
+  const auto scale_of = [&](int group) {  // rows start anywhere
     typename Format::Scale scale;
-    __builtin_memcpy(&scale, parts.scales + block * sizeof scale, sizeof scale);
+    __builtin_memcpy(&scale, parts.scales + group * sizeof scale, sizeof scale);
     return latent_scale(scale);
   };
   const auto* quantised = reinterpret_cast<const E4m3*>(parts.quantised);
@@ -57,10 +57,10 @@ void convert_format(const u8* row, const u8* scales, float* to) {
   if constexpr (is_plain_format<Format>) {
     convert_block<Format>(row, 0, columns, 1.f, 0.f, to);
   } else {
-    for (int block = 0; block < scales_of_row<Format>(columns); ++block) {
+    for (int group = 0; group < scales_of_row<Format>(columns); ++group) {
       typename Format::Scale scale;
-      __builtin_memcpy(&scale, scales + block * sizeof scale, sizeof scale);
-      const int begin = block * Format::scale_columns, end = min_of(columns, begin + Format::scale_columns);
+      __builtin_memcpy(&scale, scales + group * sizeof scale, sizeof scale);
+      const int begin = group * Format::scale_columns, end = min_of(columns, begin + Format::scale_columns);
       convert_block<Format>(row, begin, end, Format::factor(scale), Format::zero(scale), to);
     }
   }

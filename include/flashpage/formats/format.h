@@ -1,25 +1,29 @@
-// Formats of K and V: how a cache stores their rows. A file of this folder is a format, and a row of
-// flashpage/kernels/kv_formats.py names it. K and V of a kernel each have one: Traits::KeyFormat, Traits::ValueFormat.
+// Formats of K and V: how a cache stores their rows. Each of nvfp4.h and *_token.h is a format, which a row of
+// flashpage/kernels/kv_formats.py names; this file has what they share.
 //
 // A row has numbers of `bits`; two of 4 bits share a byte, the low half first. An element is (number - zero point of
 // its scale) * factor of its scale, times the float scales of the run (AttentionParams::k_scale, v_scale). A format is
 // a struct with
-//   bits, scale_columns            of a number; columns that share a scale (whole_row: all of a row; 0: no scales)
+//   bits                           4, 8 or (plain elements) 16 or 32; no other number is packed
+//   scale_columns                  columns that share a scale (whole_row: all of a row; 0: no scales)
 //   Scale, has_zero                a stored scale, and whether it holds a zero point
 //   number(stored)                 the number that `bits` bits stand for
 //   factor(scale), zero(scale)     as above
-//   scale_for(least, most)         for appending: the scale of a row's (or block's) elements, NaN if `most` is
+//   scale_for(least, most)         for appending: the scale of elements from least to most; NaN if `most` is NaN.
+//                                  Without has_zero, cards pass 0 and the largest magnitude: use
+//                                  larger_magnitude(least, most) alone
 //   stored(element, scale)         for appending: the bits of an element
 // and for cards, which convert to 16-bit elements (Wide: Half or Bf16),
-//   widen<Wide>(word, pairs)       the numbers of 32 bits, divided by `unit`: pairs of numbers i and i + 4 (4 bits), or
-//                                  0, 1 and 2, 3 (8 bits)
-//   scale_pair<Wide>(scale)        if blocks of columns have scales: the factor of both elements of a pair
+//   widen<Wide>(word, pairs)       the numbers of 32 bits as pairs: i and i + 4 (4 bits), or 0, 1 and 2, 3 (8 bits)
+//   scale_pair<Wide>(scale)        if groups of columns have scales: the factor of both elements of a pair
+//   left_out                       the power of two that widen and scale_pair leave out: the product of all three is
+//                                  the number times its scale or, without scale_pair, the number; 1: none
 //   pack(words, elements, scale)   not needed, and faster than `stored`: the bits of eight elements
-//   unit                           of what widen and scale_pair give together: 1 for numbers as they are
 // and, with 4 bits, for decode_sm90, which computes in fp16 (tile/product/four_bits.h),
-//   half_unit                      of widen<Half> with what the next two add
-//   scale_halves(four, a, b)       blocks of columns: four scales as two pairs
-//   zero_bits(scale), widen<Half>(word, zeros, pairs)  zero points: a scale's, and numbers less a pair of them
+//   half_left_out                  the same for widen<Half> with scale_halves, or with zero_bits
+//   scale_halves(four, a, b)       groups of columns: four scales as two pairs
+//   zero_bits(scale)               the zero point of a scale's 32 bits, as an integer
+//   widen<Half>(word, zeros, pairs)  widen, minus `zeros`, a pair of zero_bits
 #pragma once
 #include "flashpage/formats/numbers.h"
 #include "flashpage/params/params.h"
@@ -50,7 +54,7 @@ template <class Element>
 struct PlainFormat {
   static constexpr int bits = 8 * sizeof(Element), scale_columns = 0;
   static constexpr bool has_zero = false;
-  static constexpr float unit = 1.f;
+  static constexpr float left_out = 1.f;
   struct Scale {};
 
   FP_HOST_DEVICE static float number(u32 stored) { return number_of<Element>(stored); }
@@ -70,6 +74,7 @@ inline constexpr bool is_plain_format = Format::scale_columns == 0;
 
 template <class Format>
 FP_HOST_DEVICE constexpr int row_bytes(int columns) {
+  static_assert(Format::bits == 4 || Format::bits % 8 == 0, "numbers have 4, 8, 16 or 32 bits");
   return columns * Format::bits / 8;
 }
 template <class Format>

@@ -5,7 +5,7 @@
 
 namespace flashpage {
 
-// An fp32 number whose last four bits are something else.
+// An fp32 scale whose last four bits hold the zero point.
 struct ScaleWithZero {
   u32 bits;
 };
@@ -13,7 +13,7 @@ struct ScaleWithZero {
 struct Int4Token {
   static constexpr int bits = 4, scale_columns = whole_row;
   static constexpr bool has_zero = true;
-  static constexpr float unit = 1.f;
+  static constexpr float left_out = 1.f;
   using Scale = ScaleWithZero;
 
   FP_HOST_DEVICE static float number(u32 stored) { return static_cast<float>(static_cast<i32>(stored)); }
@@ -33,8 +33,8 @@ struct Int4Token {
     return static_cast<u32>(x > 0.f ? at_most(x, 15.f) : 0.f);
   }
 
-  // As widen<Half>, less the pair of zero points of zero_bits.
-  static constexpr float half_unit = 1.f;
+  // widen<Half> minus `zeros`, a pair of zero_bits.
+  static constexpr float half_left_out = 1.f;
   FP_DEVICE static u32 zero_bits(u32 scale) { return scale & 15; }
   template <class Wide>
   FP_DEVICE static void widen(u32 word, u32 zeros, u32 (&pairs)[4]) {

@@ -30,13 +30,13 @@ struct Nvfp4 {
   }
 
   // A number's three bits are the last ones of an exponent and the first one of a mantissa, and its sign is a sign: the
-  // wider type reads it as 2^-14 times (fp16) or 2^-126 times (bf16) the number, subnormal ones too. scale_pair makes
-  // up for it but for 2^7, so that the largest scale is within the type.
-  static constexpr float unit = 128.f;
+  // wider type reads it as 2^-14 times (fp16) or 2^-126 times (bf16) the number, subnormal ones too. scale_pair has all
+  // of that factor's inverse but 2^7, so that the largest scale is within the type.
+  static constexpr float left_out = 128.f;
 
-  // Four scales as two pairs of fp16; what widen<Half> gives is then divided by half_unit. Both are exact, and so is
-  // their product.
-  static constexpr float half_unit = 16384.f;
+  // Four scales as two pairs of fp16, without the inverse of widen<Half>'s 2^-14. Both are exact, and so is their
+  // product.
+  static constexpr float half_left_out = 16384.f;
   FP_DEVICE static void scale_halves(u32 four, u32& first, u32& second) {
     ptx::widen4<Half, E4m3>(four, first, second);
   }
@@ -53,7 +53,7 @@ struct Nvfp4 {
       pairs[3] = odd & 0xff00ff00;
       return;
     }
-    constexpr int shift = is_same<Wide, Half> ? 9 : 6;  // from a number's last bit to the first bit of a mantissa
+    constexpr int shift = 6;  // from a number's last bit to the first bit of a mantissa
     constexpr u32 magnitudes = 0x00070007u << shift, signs = 0x80008000;
     pairs[0] = (word << shift & magnitudes) | (word << 12 & signs);
     pairs[1] = (shifted<shift - 4>(word) & magnitudes) | (word << 8 & signs);

@@ -1,5 +1,5 @@
-// The fp32 scale of formats that have one for a token and head: it multiplies scores and probabilities, so that nothing
-// is done to elements. `largest`: the largest number of the format.
+// The fp32 scale of formats that have one for a token and head. It multiplies scores and probabilities; elements of V
+// are multiplied where probabilities are fp16, and when pages are widened. `largest`: the largest number of the format.
 #pragma once
 #include "flashpage/formats/format.h"
 
@@ -9,7 +9,7 @@ template <int largest>
 struct TokenScale {
   static constexpr int scale_columns = whole_row;
   static constexpr bool has_zero = false;
-  static constexpr float unit = 1.f;
+  static constexpr float left_out = 1.f;
   using Scale = float;
 
   FP_HOST_DEVICE static float factor(Scale scale) { return scale; }

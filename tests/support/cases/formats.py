@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from format_names import EACH
+
 from cases.case import MIXED_KV, MIXED_Q, Case, decode, prefill
 
-EACH = ("nvfp4", "e4m3_token", "int8_token", "int4_token")
 PAIRS = ("nvfp4+float8_e4m3fn", "int8_token+nvfp4", "bfloat16+nvfp4", "float8_e4m3fn+int4_token")
 LONG = (300, 64, 9)
 BATCH: dict[str, Any] = {"q_lens": MIXED_Q, "kv_lens": MIXED_KV, "causal": True}

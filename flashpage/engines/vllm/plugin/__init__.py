@@ -2,7 +2,8 @@
 
 `vllm serve MODEL --attention-backend CUSTOM` chooses it, for models with latent rows (MLA) too, whose prompts have a
 choice of their own. With FLASHPAGE_VLLM=on it also takes the places of FLASH_ATTN and FLASHINFER, which vLLM chooses by
-itself, and of CPU_ATTN on the CPU; for latent rows those of FLASH_ATTN_MLA, FLASHMLA, FLASHMLA_SPARSE and CPU_MLA.
+itself, and of CPU_ATTN on the CPU; for latent rows those of FLASH_ATTN_MLA, FLASHMLA, FLASHMLA_SPARSE, CPU_MLA and
+AMX_MLA.
 """
 
 from __future__ import annotations

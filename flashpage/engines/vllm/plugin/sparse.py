@@ -17,14 +17,15 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
+from ....kernels.latent_formats import PACKED
 from ...plugin.group_plans import SPLIT_TOKENS, Workspaces
 from ...plugin.joined import joined
 from ...plugin.listed_plans import ListedPlans
 from .. import cache_layout
 from . import support
 
-ROW_BYTES = 656  # of vLLM's cache type fp8_ds_mla
-_STORED = "fp8_ds_mla"
+_DS_MLA = "fp8_ds_mla"  # vLLM's name of DeepSeek's rows
+ROW_BYTES = PACKED["deepseek_v32"].row_bytes
 
 
 if hasattr(sparse_mla_attention, "SparseMLACommonMetadata"):
@@ -121,9 +122,9 @@ class FlashpageSparseImpl(SparseMLACommonImpl):
         self.supports_quant_query_input = False
 
     def plan_arguments(self, page_size: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Of BatchMLASparseAttentionWrapper.plan."""
+        """The arguments of BatchMLASparseAttentionWrapper.plan, without the lists."""
         stored: dict[str, Any] = {}
-        if self.kv_cache_dtype == _STORED:
+        if self.kv_cache_dtype == _DS_MLA:
             stored["kv_row_format"] = "deepseek_v32"
         elif self.kv_cache_dtype in cache_layout.FP8:
             stored["kv_data_type"] = cache_layout.FP8[self.kv_cache_dtype]
@@ -145,7 +146,7 @@ class FlashpageSparseImpl(SparseMLACommonImpl):
         assert self.topk_indices_buffer is not None and attn_metadata.plans is not None
         slots = slots_of(attn_metadata, self.topk_indices_buffer[:rows])
         cache, scales = kv_c_and_k_pe_cache, {}
-        if self.kv_cache_dtype == _STORED:
+        if self.kv_cache_dtype == _DS_MLA:
             cache = cache.view(torch.uint8)
         elif self.kv_cache_dtype in cache_layout.FP8:
             scales = {"ckv_scale": layer._k_scale_float, "kpe_scale": layer._k_scale_float}
@@ -168,9 +169,9 @@ def slots_of(metadata: SparseMetadata, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class FlashpageSparseBackend(support.Answers, MLACommonBackend):
-    """flashpage in the place of the class below."""
+    """flashpage for vLLM's layers over lists of tokens; subclasses take the place of the backend that they name."""
 
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", _STORED, "fp8", "fp8_e4m3"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", _DS_MLA, "fp8", "fp8_e4m3"]
     has_latent_rows = True
 
     @staticmethod
@@ -193,7 +194,7 @@ class FlashpageSparseBackend(support.Answers, MLACommonBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        return num_blocks, block_size, ROW_BYTES if cache_dtype_str == _STORED else head_size
+        return num_blocks, block_size, ROW_BYTES if cache_dtype_str == _DS_MLA else head_size
 
     @classmethod
     def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
@@ -206,8 +207,8 @@ class FlashpageSparseBackend(support.Answers, MLACommonBackend):
     def refusal(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str, block_size: int | None, capability: Any
     ) -> str | None:
-        is_stored, page_size = kv_cache_dtype == _STORED, block_size or 64
-        return support.listed_refusal(head_size, dtype, kv_cache_dtype, page_size, is_stored, capability)
+        is_ds_mla, page_size = kv_cache_dtype == _DS_MLA, block_size or 64
+        return support.listed_refusal(head_size, dtype, kv_cache_dtype, page_size, is_ds_mla, capability)
 
 
 class InPlaceOfFlashMLASparse(FlashpageSparseBackend, name="FLASHMLA_SPARSE"):

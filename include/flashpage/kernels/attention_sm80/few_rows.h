@@ -167,7 +167,7 @@ struct FewRows {
     state.clear();
     const WarpRows warp_rows{params, item, unit, 0, lane};
     if (warp == 0 && params.sinks) begin_with_sinks(state, warp_rows);
-    float scale = score_scale_of<Traits>(params, item, unit) * KeyFormatOf<Traits>::unit;
+    float scale = score_scale_of<Traits>(params, item, unit) * KeyFormatOf<Traits>::left_out;
     ptx::cp_async_wait<stages - 2>();
     __syncthreads();  // all threads have copied Q
     if constexpr (S::rotate) {
@@ -234,7 +234,7 @@ struct FewRows {
 
   FP_DEVICE void write_rows(const WorkItem& item, const Unit& unit, int column) {
     constexpr int pairs = S::value_columns / 2;
-    float value_scale = value_scale_of(params, item, unit.kv_head) * ValueFormatOf<Traits>::unit;
+    float value_scale = value_scale_of(params, item, unit.kv_head) * ValueFormatOf<Traits>::left_out;
     for (int i = thread; i < unit.num_rows * pairs; i += S::threads) {
       int row = i / pairs, at = i % pairs * 2;
       float maximum = shared.maximum[0][row];

@@ -167,7 +167,8 @@ struct ManyRows {
       note_values(place, tile, found[tile]);
     }
     if (thread() == 0)
-      shared.scale[place.parity] = score_scale_of<Traits>(params, place.item, place.unit) * KeyFormatOf<Traits>::unit;
+      shared.scale[place.parity] =
+          score_scale_of<Traits>(params, place.item, place.unit) * KeyFormatOf<Traits>::left_out;
     if (thread() < Traits::tile_q)
       shared.query_offset()[thread()] = query_offset(params, place.item, place.unit, thread());
     __syncthreads();
@@ -283,7 +284,7 @@ struct ManyRows {
                             int warp_row) {
     const Unit& unit = place.unit;
     if constexpr (S::fp8_products) state.lower_maxima();
-    float value_scale = value_scale_of(params, place.item, unit.kv_head) * ValueFormatOf<Traits>::unit;
+    float value_scale = value_scale_of(params, place.item, unit.kv_head) * ValueFormatOf<Traits>::left_out;
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll

@@ -24,6 +24,10 @@ struct DecodeCompute {
   using Shared = DecodeShared<Traits>;
   using KeyFormat = typename S::Formats::Key;
   using ValueFormat = typename S::Formats::Value;
+  static_assert(!has_group_scales<KeyFormat> || S::Formats::key_bits == 4, "scales of 16 columns are of 4 bits");
+  static_assert(!has_group_scales<ValueFormat> || S::Formats::value_bits == 4, "scales of 16 columns are of 4 bits");
+  static_assert(!KeyFormat::has_zero || S::Formats::key_bits == 4, "zero points are of 4 bits");
+  static_assert(!ValueFormat::has_zero || S::Formats::value_bits == 4, "zero points are of 4 bits");
   static constexpr int tokens = Shared::tokens;
   static constexpr int threads = S::threads;
   static constexpr int teams = Warps::teams;
@@ -98,7 +102,7 @@ struct DecodeCompute {
     const WarpRows rows{params, item, unit, first_row, lane};
     if (rank == 0 && params.sinks) begin_with_sinks(state, rows);
     float scale = score_scale_of<Traits>(params, item, unit);
-    if constexpr (S::key_bits == 4) scale *= S::Formats::Key::half_unit;
+    if constexpr (S::key_bits == 4) scale *= S::Formats::Key::half_left_out;
     if constexpr (S::rotate) {
       rotate_query_by_table<Traits>(query_tile, shared.rotations, params, item, unit, thread);
       ptx::named_barrier(all_barrier, threads);
@@ -153,7 +157,7 @@ struct DecodeCompute {
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
     if constexpr (S::Formats::value_bits == 4 || has_token_scales<ValueFormat>) {
       float factor = has_token_scales<ValueFormat> ? value_scale.unit : 1.f;
-      if constexpr (S::Formats::value_bits == 4) factor *= ValueFormat::half_unit;
+      if constexpr (S::Formats::value_bits == 4) factor *= ValueFormat::half_left_out;
 #pragma unroll
       for (float (&tile)[4] : values[0])
 #pragma unroll

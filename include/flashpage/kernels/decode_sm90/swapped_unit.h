@@ -42,7 +42,7 @@ struct SwappedUnit {
   // `use`: uses of the ring before this unit.
   FP_DEVICE void run(const u8* query_tile, u32 use) {
     SwappedQuery<Traits> query(ptx::shared_address(query_tile), lane);
-    float scale = score_scale_of<Traits>(params, slotted.place.item, unit) * KeyFormat::half_unit;
+    float scale = score_scale_of<Traits>(params, slotted.place.item, unit) * KeyFormat::half_left_out;
     if constexpr (!is_same<Half, typename S::Query>)
       scale *= to_half_query(reinterpret_cast<u32(&)[S::key_steps * 2]>(query.fragment));
     const bool scales_rows = transforms_scores<Traits>(params, scale);
@@ -69,7 +69,7 @@ struct SwappedUnit {
 
   // Writes the state to the exchange, where combine.h reads it.
   FP_DEVICE void hand_over() {
-    const float factor = (has_token_scales<ValueFormat> ? value_unit : 1.f) * ValueFormat::half_unit;
+    const float factor = (has_token_scales<ValueFormat> ? value_unit : 1.f) * ValueFormat::half_left_out;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = row_of_lane(e);

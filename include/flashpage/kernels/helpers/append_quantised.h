@@ -76,7 +76,7 @@ struct QuantisedColumns {
     multiply(1.f / sqrtf(static_cast<float>(columns)));
   }
 
-  // The scale of the lane's columns: of a block or, by all lanes of the row, of the whole row.
+  // The scale of the lane's columns: of a group or, by all lanes of the row, of the whole row.
   FP_DEVICE typename Format::Scale find_scale() const {
     float least = 0.f, most = 0.f, widest = 0.f;  // fminf and fmaxf leave NaN out
 #pragma unroll
@@ -85,7 +85,8 @@ struct QuantisedColumns {
       widest = larger_magnitude(widest, element);
     }
     constexpr int sharing = Format::scale_columns == count ? 1 : lanes;
-    static_assert(Format::scale_columns == count || Format::scale_columns >= columns);
+    static_assert(Format::scale_columns == count || Format::scale_columns >= columns,
+                  "a scale belongs to 16 columns (one lane) or to the whole row");
 #pragma unroll
     for (int apart = 1; apart < sharing; apart *= 2) {
       const auto of_other = [&](float mine) { return __shfl_xor_sync(0xffffffff, mine, apart); };

@@ -64,8 +64,8 @@ struct WidenPages {
       FP_DEVICE void store(u8* pages) const {
         u32 pairs[4];
         widen_eight_of<Format, To>(pairs, words, scale);
-        if constexpr (Format::unit != 1.f) {
-          const u32 unit = ptx::pack2<To>(Format::unit, Format::unit);
+        if constexpr (Format::left_out != 1.f) {
+          const u32 unit = ptx::pack2<To>(Format::left_out, Format::left_out);
 #pragma unroll
           for (u32& pair : pairs) pair = is_same<To, Half> ? ptx::mul_half2(pair, unit) : ptx::mul_bf162(pair, unit);
         }

@@ -31,10 +31,10 @@ struct StoredFormats<Traits, true> {
   static constexpr bool has_scales = key_scale_bytes + value_scale_bytes > 0;
 };
 
-// Whether a format has a scale for each block of columns, which multiplies elements, or one for each token, which
+// Whether a format has a scale for each group of columns, which multiplies elements, or one for each token, which
 // multiplies scores and probabilities.
 template <class Format>
-inline constexpr bool has_block_scales = Format::scale_columns > 0 && Format::scale_columns < whole_row;
+inline constexpr bool has_group_scales = Format::scale_columns > 0 && Format::scale_columns < whole_row;
 template <class Format>
 inline constexpr bool has_token_scales = Format::scale_columns == whole_row;
 

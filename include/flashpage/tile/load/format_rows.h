@@ -1,7 +1,7 @@
 // Rows of K or V in a format (formats/format.h): copied to shared memory as they are stored, with their scales, and
-// converted there to a tile of 16-bit elements. Scales of blocks and zero points are applied to elements. The scale of
-// a whole row is applied to the scores of K and to probabilities or, as fp16 has no room for their products with V's
-// scales, to elements of V.
+// converted there to a tile of 16-bit elements. Scales of column groups and zero points are applied to elements. The
+// scale of a whole row is applied to the scores of K and to probabilities or, as fp16 has no room for their products
+// with V's scales, to elements of V.
 #pragma once
 #include "flashpage/formats/format.h"
 #include "flashpage/ptx/convert.h"
@@ -12,8 +12,8 @@
 
 namespace flashpage {
 
-// Eight neighbouring numbers in order of columns, less their zero point, as pairs; those of block scales are multiplied
-// by them, and then divided by the format's `unit`.
+// Eight neighbouring numbers in order of columns, minus their zero point, as pairs. They are multiplied by the scales
+// of column groups, without the format's `left_out`.
 template <class Format, class Wide>
 FP_DEVICE void widen_eight_of(u32 (&pairs)[4], const u32 (&words)[Format::bits / 4], typename Format::Scale scale) {
   if constexpr (Format::bits == 16) {
@@ -34,6 +34,8 @@ FP_DEVICE void widen_eight_of(u32 (&pairs)[4], const u32 (&words)[Format::bits /
       pairs[i] = ptx::byte_permute(apart[i % 2 * 2], apart[i % 2 * 2 + 1], i < 2 ? 0x5410 : 0x7632);
   }
   constexpr bool has_factor = requires { Format::template scale_pair<Wide>(scale); };
+  static_assert(has_factor == has_group_scales<Format>, "scales of column groups, and no others, need scale_pair");
+  static_assert(!has_factor || !Format::has_zero, "scales of column groups have no zero points");
   if constexpr (has_factor || Format::has_zero) {
     constexpr u32 one = is_same<Wide, Half> ? 0x3c003c00 : 0x3f803f80;
     u32 factor = one, offset = 0x80008000;  // -0
@@ -48,13 +50,14 @@ FP_DEVICE void widen_eight_of(u32 (&pairs)[4], const u32 (&words)[Format::bits /
 // `columns` of a row's `all` columns; `last`: the last column at which a tile may begin.
 template <class Format, int columns, int all = columns, int last = 0>
 struct FormatRows {
-  // Whether blocks of columns have scales, or whole rows.
-  static constexpr bool has_blocks = Format::scale_columns > 0 && Format::scale_columns < whole_row;
+  // Whether groups of columns have scales, or whole rows.
+  static constexpr bool has_groups = Format::scale_columns > 0 && Format::scale_columns < whole_row;
   static constexpr bool has_row_scale = Format::scale_columns == whole_row;
   static constexpr int values = row_bytes<Format>(columns), scales = scale_bytes<Format>(columns);
   static constexpr int scales_at = round_up(values, 8);
-  // A lane converts a piece of a row at a time: bytes, pieces of a row, and chunks of eight elements in one.
-  static constexpr int piece = values % 16 ? 8 : 16, pieces = values / piece, eights = piece / Format::bits;
+  // A lane converts one part of a row at a time: bytes, parts of a row, and chunks of eight elements in one.
+  static constexpr int part_bytes = values % 16 ? 8 : 16, parts = values / part_bytes;
+  static constexpr int eights = part_bytes / Format::bits;
   // An odd number of 16 bytes spreads rows over banks.
   static constexpr int pitch = (ceil_div(scales_at + scales, 16) | 1) * 16;
   static_assert(columns % 8 == 0 && values % 8 == 0);
@@ -64,12 +67,12 @@ struct FormatRows {
   // The addresses of a column's number and scale in a row.
   FP_DEVICE static constexpr int value_offset(int column) { return row_bytes<Format>(column); }
   FP_DEVICE static constexpr int scale_offset(int column) {
-    if constexpr (has_blocks) return column / Format::scale_columns * int(sizeof(typename Format::Scale));
+    if constexpr (has_groups) return column / Format::scale_columns * int(sizeof(typename Format::Scale));
     return 0;
   }
 
   // Issues one thread's share of a tile's copies. values_of(row), scales_of(row): a row's addresses in the cache, of
-  // numbers on 8 bytes, which are those of rows with their scales behind them; every thread calls them equally often,
+  // numbers on 8 bytes, which are those of rows with their scales after them; every thread calls them equally often,
   // with rows below `tokens`. Rows from `count` on become zero.
   template <int tokens, int threads>
   FP_DEVICE static void copy(u8* to, int thread, int count, auto&& values_of, auto&& scales_of) {
@@ -80,31 +83,31 @@ struct FormatRows {
   }
 
   // Converts one thread's share of a tile that has arrived, to rows of `To` from `first_row` on. Eight neighbouring
-  // lanes have a piece of eight rows each, so that neither loads nor stores meet in a bank. The scales of whole rows
+  // lanes have a part of eight rows each, so that neither loads nor stores meet in a bank. The scales of whole rows
   // multiply elements only if `scales_rows`. `tokens`: a multiple of eight.
   template <class To, class Wide, bool scales_rows, int threads>
   FP_DEVICE static void convert(const u8* from, int tokens, int thread, u32 to, int first_row = 0) {
-    constexpr int groups = threads / 8, lane_rows = groups / pieces * 8;
-    if constexpr (groups % pieces == 0) {  // a lane has the same piece of each of its rows
-      const int piece_index = thread / 8 % pieces, row = thread / 8 / pieces * 8 + thread % 8;
+    constexpr int groups = threads / 8, lane_rows = groups / parts * 8;
+    if constexpr (groups % parts == 0) {  // a lane has the same part of each of its rows
+      const int part_index = thread / 8 % parts, row = thread / 8 / parts * 8 + thread % 8;
       const u8* stored = from + row * pitch;
-      const u32 place = To::lane_address(to, first_row + row, piece_index * eights);
+      const u32 place = To::lane_address(to, first_row + row, part_index * eights);
 #pragma unroll 1
       for (int i = 0; row + i < tokens; i += 2 * lane_rows) {
-        Piece first, second;  // loaded together
+        LanePart first, second;  // loaded together
         const bool has_second = tokens % (2 * lane_rows) == 0 || row + i + lane_rows < tokens;
-        first.load(stored + i * pitch, piece_index);
-        if (has_second) second.load(stored + (i + lane_rows) * pitch, piece_index);
+        first.load(stored + i * pitch, part_index);
+        if (has_second) second.load(stored + (i + lane_rows) * pitch, part_index);
         first.template convert<To, Wide, scales_rows>(place + i * To::stride);
         if (has_second) second.template convert<To, Wide, scales_rows>(place + (i + lane_rows) * To::stride);
       }
     } else {
 #pragma unroll 2
-      for (int unit = thread / 8; unit < tokens / 8 * pieces; unit += groups) {
-        const int row = unit / pieces * 8 + thread % 8;
-        Piece one;
-        one.load(from + row * pitch, unit % pieces);
-        one.template convert<To, Wide, scales_rows>(To::lane_address(to, first_row + row, unit % pieces * eights));
+      for (int i = thread / 8; i < tokens / 8 * parts; i += groups) {
+        const int row = i / parts * 8 + thread % 8;
+        LanePart one;
+        one.load(from + row * pitch, i % parts);
+        one.template convert<To, Wide, scales_rows>(To::lane_address(to, first_row + row, i % parts * eights));
       }
     }
   }
@@ -137,21 +140,22 @@ struct FormatRows {
     }
   }
 
-  // A lane's piece of a row as it is stored, in registers.
-  struct Piece {
-    static constexpr int scale_eights = has_blocks ? Format::scale_columns / 8 : eights;  // that share a scale
+  // A lane's part of a row as it is stored, in registers.
+  struct LanePart {
+    static constexpr int scale_eights = has_groups ? Format::scale_columns / 8 : eights;  // that share a scale
     static constexpr int scales = ceil_div(eights, scale_eights);
-    u32 words[piece / 4];
+    static_assert(eights % scale_eights == 0 || scale_eights % eights == 0, "a lane's first column begins a scale");
+    u32 words[part_bytes / 4];
     typename Format::Scale scale[scales];
 
     FP_DEVICE void load(const u8* stored, int index) {
-      load_words(words, stored + index * piece);
+      load_words(words, stored + index * part_bytes);
       if constexpr (FormatRows::scales > 0) {
 #pragma unroll
         for (int i = 0; i < scales; ++i) scale[i] = scale_of(stored, (index * eights + i * scale_eights) * 8);
       }
     }
-    // `place`: lane_address of the piece's first chunk.
+    // `place`: lane_address of the part's first chunk.
     template <class To, class Wide, bool scales_rows>
     FP_DEVICE void convert(u32 place) const {
 #pragma unroll

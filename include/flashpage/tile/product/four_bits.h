@@ -1,6 +1,6 @@
 // Keys and values of four bits on their way to the tensor cores (formats/format.h). A word of eight numbers becomes
-// four pairs, which are the halves of two k16 steps of keys, or of four n8 tiles of values; scales of blocks and zero
-// points are applied to them.
+// four pairs, which are the halves of two k16 steps of keys, or of four n8 tiles of values; scales of column groups and
+// zero points are applied to them.
 //
 // A lane's word of a key, from ldmatrix, has eight consecutive columns. Pairs have columns i and i + 4 of them, and Q's
 // fragments have the same order (FourBitQuery). A lane's word of values, from the transposing ldmatrix, has four
@@ -19,24 +19,24 @@ struct FourBitKeys {
   using S = Shape<Traits>;
   using Format = typename S::Formats::Key;
   static constexpr int bytes = S::Formats::key_scale_bytes, words = bytes / 4;
-  static constexpr bool has_blocks = has_block_scales<Format>;
-  static_assert(!has_blocks || (Format::scale_columns == 16 && sizeof(typename Format::Scale) == 1 && words <= 2));
+  static constexpr bool has_groups = has_group_scales<Format>;
+  static_assert(!has_groups || (Format::scale_columns == 16 && sizeof(typename Format::Scale) == 1 && words <= 2));
 
-  u32 scales[4][has_blocks ? words : 1];  // of two chunks of 32 columns in each pair
+  u32 scales[4][has_groups ? words : 1];  // of two chunks of 32 columns in each pair
   u32 zeros[4];
 
   // `from`: shared address of the first token's scales.
   FP_DEVICE FourBitKeys(u32 from, int lane) {
     from += lane / 4 * bytes;
-    const u32 own = lane % 4 / 2;  // a chunk has two blocks
+    const u32 own = lane % 4 / 2;  // a chunk has two groups of columns
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
-      if constexpr (has_blocks && words == 2) {
+      if constexpr (has_groups && words == 2) {
         u32 of_token[2];
         ptx::load_shared(of_token, from + tile * 8 * bytes);
         Format::scale_halves(ptx::byte_permute(of_token[0], of_token[1], 0x6420 + 0x1111 * own), scales[tile][0],
                              scales[tile][1]);
-      } else if constexpr (has_blocks) {
+      } else if constexpr (has_groups) {
         u32 other;
         Format::scale_halves(ptx::byte_permute(ptx::load_shared(from + tile * 8 * bytes), 0, 0x4420 + 0x0011 * own),
                              scales[tile][0], other);
@@ -48,7 +48,7 @@ struct FourBitKeys {
   }
 
   FP_DEVICE void widen(u32 word, u32 (&pairs)[4], int tile, int chunk) const {
-    if constexpr (has_blocks) {
+    if constexpr (has_groups) {
       Format::template widen<Half>(word, pairs);
 #pragma unroll
       for (u32& pair : pairs) pair = ptx::mul_half2_by(pair, scales[tile][chunk / 2], chunk % 2);
@@ -64,20 +64,20 @@ struct FourBitValues {
   using S = Shape<Traits>;
   using Format = typename S::Formats::Value;
   static constexpr int bytes = S::Formats::value_scale_bytes, words = bytes / 4;
-  static constexpr bool has_blocks = has_block_scales<Format>;
-  static_assert(!has_blocks || (Format::scale_columns == 16 && sizeof(typename Format::Scale) == 1 && words <= 2));
+  static constexpr bool has_groups = has_group_scales<Format>;
+  static_assert(!has_groups || (Format::scale_columns == 16 && sizeof(typename Format::Scale) == 1 && words <= 2));
 
-  u32 scales[2][has_blocks ? words * 2 : 1];  // of a chunk of 32 columns in each, both tokens
+  u32 scales[2][has_groups ? words * 2 : 1];  // of a chunk of 32 columns in each, both tokens
   u32 zeros[2];
 
   // `from`: shared address of the first token's scales.
   FP_DEVICE FourBitValues(u32 from, int lane) {
     from += lane % 4 * 2 * bytes;
-    const u32 own = 0x6240 + 0x1111 * (lane / 16);  // a chunk has two blocks
+    const u32 own = 0x6240 + 0x1111 * (lane / 16);  // a chunk has two groups of columns
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const u32 address = from + half * 8 * bytes;
-      if constexpr (has_blocks && words == 2) {
+      if constexpr (has_groups && words == 2) {
         u32 of_tokens[4];
         ptx::load_shared(of_tokens, address);
         Format::scale_halves(ptx::byte_permute(of_tokens[0], of_tokens[2], own), scales[half][0], scales[half][1]);
@@ -85,7 +85,7 @@ struct FourBitValues {
       } else {
         u32 of_tokens[2];
         ptx::load_shared(of_tokens, address);
-        if constexpr (has_blocks) {
+        if constexpr (has_groups) {
           Format::scale_halves(ptx::byte_permute(of_tokens[0], of_tokens[1], own), scales[half][0], scales[half][1]);
         } else {
           zeros[half] = Format::zero_bits(of_tokens[0]) | Format::zero_bits(of_tokens[1]) << 16;
@@ -95,7 +95,7 @@ struct FourBitValues {
   }
 
   FP_DEVICE void widen(u32 word, u32 (&pairs)[4], int half, int chunk) const {
-    if constexpr (has_blocks) {
+    if constexpr (has_groups) {
       Format::template widen<Half>(word, pairs);
 #pragma unroll
       for (u32& pair : pairs) pair = ptx::mul_half2(pair, scales[half][chunk]);
