@@ -12,7 +12,7 @@ from .latent_decode_sm90 import loader
 from .latent_wide_sm90 import ROWS, packed_rows
 from .spec import KernelSpec
 from .tensor_maps import NARROW_LINE_BYTES
-from .tile import Cost, Tile
+from .tile import Tile
 from .work import Work
 
 LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
@@ -48,14 +48,6 @@ def _stored(work: Work) -> str | None:
     return f"it does not convert rows of the format {row_format}"
 
 
-def _cost(work: Work, tile: Tile) -> Cost:
-    cost = latent_wide_sm90.KERNEL.cost(work, tile)
-    if work.options.latent_format == latent_formats.PLAIN:
-        return cost
-    # A pair converts a row in that time: fitted on an H200 to 64 x 8k.
-    return dataclasses.replace(cost, ns_per_token=34.0 if tile.tile_q <= ROWS else 53.0)
-
-
 KERNEL = dataclasses.replace(
     latent_wide_sm90.KERNEL,
     name="latent_columns_sm90",
@@ -64,7 +56,6 @@ KERNEL = dataclasses.replace(
     accepts=(_fitting_rows, _stored, *latent_wide_sm90.OPTIONS),
     loader=loader,
     tile=_tile,
-    cost=_cost,
     v_line_bytes=NARROW_LINE_BYTES,
     query_boxes=False,
     most_cache_bytes=_most_cache_bytes,
