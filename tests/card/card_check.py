@@ -27,6 +27,7 @@ from profiles import PROFILES  # noqa: E402
 
 SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
 SANITIZED_PROFILES = ("RTX 4090", "A100", "B200")  # 99 KiB and e4m3 products; sm_80 alone; decode_sm90 on Blackwell
+SANITIZERS_AT_ONCE = 3  # each takes up to 18 GB of the card's memory
 ALONE = ("test_card_errors",)  # measure milliseconds of a new process, next to no other one
 NO_TESTS = 5  # pytest's status for a file without a marked test
 
@@ -64,15 +65,17 @@ def builds(with_sanitized_profiles: bool) -> list[Check]:
     return found
 
 
+def sanitizers(card: str = "") -> list[Check]:
+    """The short case table under each tool, with the card's own tiles or those of another card."""
+    tools = (*(as_card(card) if card else ()), "compute-sanitizer", "--error-exitcode", "1", "--tool")
+    table = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--reduced")
+    return [Check(f"{tool[0]} {card}".strip(), (*tools, *tool, *table)) for tool in SANITIZERS]
+
+
 def checks(with_sanitizers: bool, with_profiles: bool = False) -> list[Check]:
-    """All checks, the longest first. The case table under other cards' profiles has a process for each."""
-    harness = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--reduced")
-    tools = []
-    for tool in SANITIZERS if with_sanitizers else ():
-        command = ("compute-sanitizer", "--error-exitcode", "1", "--tool", *tool, *harness)
-        tools.append(Check(tool[0], command))
-        for name in SANITIZED_PROFILES if with_profiles else ():
-            tools.append(Check(f"{tool[0]} {name}", (*as_card(name), *command)))
+    """All checks but those of `sanitizers(card)`, the longest first. The case table under other cards' profiles has a
+    process for each."""
+    tools = sanitizers() if with_sanitizers else []
     files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: (path.stem != "test_cases", path.stem))
     files = [path for path in files if path.stem != "test_card_profiles"]
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda")
@@ -147,7 +150,11 @@ def main() -> int:
     wanted = checks(not arguments.no_sanitizers, arguments.profiles)
     alone = [check for check in wanted if check.name in ALONE]
     status = run_all([check for check in wanted if check not in alone], cards, arguments.jobs, logs, arguments.limit)
-    return run_all(alone, cards, 1, logs, arguments.limit) or status
+    if arguments.profiles and not arguments.no_sanitizers:
+        of_profiles = [check for name in SANITIZED_PROFILES for check in sanitizers(name)]
+        jobs = min(arguments.jobs, SANITIZERS_AT_ONCE)
+        status |= run_all(of_profiles, cards, jobs, logs, arguments.limit)
+    return run_all(alone, cards, 1, logs, arguments.limit) | status
 
 
 if __name__ == "__main__":
