@@ -27,8 +27,8 @@ struct ColumnsConvert {
   // Pieces of 16 bytes: of a row, of a lane in all rows, and those that a lane holds.
   static constexpr int row_pieces = columns * static_cast<int>(sizeof(Stored)) / 16, pieces = rows * row_pieces / 32;
   static constexpr int together = 2;  // pieces that are copied and converted together: a step
-  // Whether a step is read before the one before it is converted, because a read takes as long. (With 128 rows that
-  // was slower: docs/tried.md.)
+  // Whether a step is read before the one before it is converted, because a read takes as long. It takes registers:
+  // those of the tail's warps are few, and with 128 rows computing warps need them more.
   static constexpr bool reads_ahead = !is_tail && Shared::takes_turns;
   static constexpr int rows_a_pass = 32 / row_pieces;
   static constexpr int stride = is_tail ? Tile::tail_stride : 128;  // bytes from row to row in shared memory
@@ -76,12 +76,16 @@ struct ColumnsConvert {
     const u8* const from = first_piece();
     shared.wait_empty(use);
     u32 to = shared.block(use) + first_chunk(sharer() * rows + lane_row, in_row);
-    Step step = arrived(0, lane_row);
+    Step step;
+    if (reads_ahead) step = arrived(0, lane_row);
 #pragma unroll 1
     for (int i = 0; i < pieces; i += together) {
-      const bool is_last = i + together == pieces;
       Step later;
-      if (reads_ahead && !is_last) later = arrived(i + together, lane_row);
+      if (!reads_ahead) {
+        step = arrived(i, lane_row);
+      } else if (i + together < pieces) {
+        later = arrived(i + together, lane_row);
+      }
 #pragma unroll
       for (int k = 0; k < together; ++k) write_piece(step.words[k], to, k, step.scale[k], is_turned(in_row));
       to += together * rows_a_pass * stride;
@@ -90,8 +94,7 @@ struct ColumnsConvert {
       } else {
         ptx::cp_async_commit();
       }
-      if (!reads_ahead && !is_last) later = arrived(i + together, lane_row);
-      step = later;
+      if (reads_ahead) step = later;
     }
     ptx::fence_before_products();
     __syncwarp();

@@ -36,8 +36,8 @@ struct ColumnsShared {
   // Warps that load row by row need more registers. Warpgroups that take turns have no scores in flight, and leave
   // more.
   static constexpr int loading_registers = converts ? 48 : by_boxes ? Warps::loading_registers : takes_turns ? 72 : 56;
-  static constexpr int converting_registers = 64;
-  static constexpr int computing_registers = converts      ? 200
+  static constexpr int converting_registers = takes_turns ? 64 : 48;
+  static constexpr int computing_registers = converts      ? (takes_turns ? 200 : 208)
                                              : by_boxes    ? Warps::computing_registers
                                              : takes_turns ? 216
                                                            : 224;
