@@ -112,7 +112,7 @@ def _has_slots(work: Work) -> str | None:
     return f"{dims} needs more shared memory for at most 16 packed rows than a CTA has"
 
 
-# What its products read: bits, scale_columns and scale_size of a format with scales, and whether it has zero points.
+# Its products read these: bits, scale_columns and scale_size of a format with scales, and whether it has zero points.
 _LAYOUTS = {
     (8, kv_formats.WHOLE_ROW, 4, False): "8 bits with an fp32 scale a token",
     (4, kv_formats.WHOLE_ROW, 4, True): "4 bits with an fp32 scale and a zero point a token",
@@ -181,7 +181,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
 
 
 def _ns_per_unit(work: Work) -> float:
-    """What a unit takes in addition to its tokens: fitted on an H200 to lognormal and other uneven lengths, from 1 to
+    """A unit's time in addition to that of its tokens: fitted on an H200 to lognormal and other uneven lengths, from 1 to
     512 requests, with heads of 64, 128 and 256. Memory is the limit of 16-bit caches, so CTAs that wait do not lose
     it."""
     if _is_16_bit(work):

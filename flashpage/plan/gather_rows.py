@@ -142,7 +142,11 @@ class Rows(NamedTuple):
     end: int
     k: int  # address
     v: int
-    is_paged = False
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the attention kernel reads pages."""
+        return False
 
     @staticmethod
     def below(limit: int, first: int, end: int, options: Options) -> Rows:

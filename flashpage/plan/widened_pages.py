@@ -65,7 +65,11 @@ class Pages(NamedTuple):
     k: int  # address
     v: int
     numbers: int  # address of the page numbers that the attention kernel reads
-    is_paged = True  # the attention kernel reads pages
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the attention kernel reads pages."""
+        return True
 
     @staticmethod
     def below(limit: int, first: int, end: int, options: Options) -> Pages | None:

@@ -196,7 +196,7 @@ class Binding:
         self.bound_run.alignment_mask = self.alignment_mask
 
     def _stored_alignment(self, alignment: int) -> int:
-        """Of rows of formats that do not start on `alignment` bytes, as those of rows with their scales behind them."""
+        """The alignment of rows of formats, some of which do not start on `alignment` bytes: scales may follow a row."""
         parts = self.combination.parts
         return min(alignment, 8) if all(part.prepared.has_on_eight for part in parts) else alignment
 

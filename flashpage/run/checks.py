@@ -131,7 +131,7 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
 
 
 def _fix(argument: str, dtype: torch.dtype) -> str:
-    """What to do about a tensor of another type than the plan's."""
+    """Says how a tensor of another type than the plan's can be passed."""
     name = str(dtype).removeprefix("torch.")
     if name in (known := [each.value for each in DType.elements()]):
         return f"pass {argument}={dtype} to plan"

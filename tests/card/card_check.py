@@ -56,7 +56,7 @@ def as_card(name: str) -> tuple[str, ...]:
 
 
 def builds(with_sanitized_profiles: bool) -> list[Check]:
-    """What compiles kernels before the checks, on all cores: sanitizers slow compilers down, and parallel processes
+    """Compiles kernels before the checks, on all cores: sanitizers slow compilers down, and parallel processes
     would wait for each other's kernels."""
     command = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--only-prebuild")
     found = [Check("kernels", command)]

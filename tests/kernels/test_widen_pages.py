@@ -98,7 +98,7 @@ def test_prefills_read_what_was_widened(as_on_hopper: None, case: Case) -> None:
 
 
 def test_other_batches_are_read_in_place(as_on_hopper: None) -> None:
-    """Of few rows, in fp32, and without room for wider pages."""
+    """Batches of few rows, in fp32, and without room for wider pages."""
     few = dataclasses.replace(CASES[0], q_lens=(5, 9))
     wide = dataclasses.replace(CASES[0], q_dtype="float32")
     for case, workspace_bytes in ((few, 16 << 20), (wide, 16 << 20), (CASES[0], 200_000)):

@@ -46,7 +46,7 @@ struct KeyProduct {
 };
 
 struct ValueProduct {
-  // Of latent_columns_sm90, as wgmma_source.py renders it.
+  // The columns that wgmma_source.py renders for latent_columns_sm90.
   static constexpr int columns = HEAD_DIM_VO / (LatentFormat::LATENT_FORMAT == LatentFormat::plain ? 2 : 4);
   // Rows of a in shared memory are the terms: 64 columns of V, token by token.
   template <int tiles>

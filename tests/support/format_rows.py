@@ -33,7 +33,7 @@ def names(case: Case) -> tuple[str, str]:
 
 
 def plan_arguments(case: Case) -> dict[str, Any]:
-    """What plan gets in place of an element type."""
+    """The arguments of plan in place of an element type."""
     return {"kv_data_type": None} | kv_types(names(case) if "+" in case.kv_format else case.kv_format)
 
 
@@ -54,7 +54,7 @@ def halves(case: Case, k: Rows, v: Rows) -> tuple[tuple[Rows, Rows], tuple[Rows,
 
 
 def values(case: Case, side: int, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What bytes [tokens, heads, ...] of K (side 0) or V (1) and of their scales stand for, in fp64."""
+    """The numbers in fp64 that bytes [tokens, heads, ...] of K (side 0) or V (1) and of their scales stand for."""
     name = names(case)[side]
     kind, scale_kind, _ = STORED.get(_base(name), (getattr(torch, name, None), torch.uint8, 0))
     return _read(name, data.contiguous().view(kind), scales.contiguous().view(scale_kind))

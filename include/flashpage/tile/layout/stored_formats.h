@@ -1,4 +1,4 @@
-// What tiles in shared memory know of the formats of K and V (formats/format.h), if they hold rows as the cache stores
+// Tiles in shared memory and the formats of K and V (formats/format.h), if they hold rows as the cache stores
 // them. Traits::Cache is then u8, and rows of K and V have their own numbers of bytes.
 #pragma once
 #include "flashpage/formats/format.h"

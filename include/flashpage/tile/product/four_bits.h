@@ -13,7 +13,7 @@
 
 namespace flashpage {
 
-// What a lane applies to the words of four n8 tiles of keys: each of them has one token of the lane.
+// A lane applies these to the words of four n8 tiles of keys: each of them has one token of the lane.
 template <class Traits>
 struct FourBitKeys {
   using S = Shape<Traits>;
