@@ -181,8 +181,8 @@ def _cost(work: Work, tile: Tile) -> Cost:
 
 
 def _ns_per_unit(work: Work) -> float:
-    """A unit's time in addition to that of its tokens: fitted on an H200 to lognormal and other uneven lengths, from 1 to
-    512 requests, with heads of 64, 128 and 256. Memory is the limit of 16-bit caches, so CTAs that wait do not lose
+    """A unit's time in addition to that of its tokens: fitted on an H200 to lognormal and other uneven lengths, from 1
+    to 512 requests, with heads of 64, 128 and 256. Memory is the limit of 16-bit caches, so CTAs that wait do not lose
     it."""
     if _is_16_bit(work):
         return 1500.0

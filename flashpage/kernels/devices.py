@@ -69,8 +69,8 @@ class Device:
         return min(1.0, self.sm_bytes_per_ns / 63.9)
 
     def full_speed_share_of(self, loading_ns: float, converting_ns: float) -> float:
-        """That fraction of SMs where an SM also converts what it loads: it loads a token faster while others do not load,
-        but converts it no faster."""
+        """That fraction of SMs where an SM also converts what it loads: it loads a token faster while others do not
+        load, but converts it no faster."""
         return max(self.full_speed_share * loading_ns, converting_ns) / max(loading_ns, converting_ns)
 
     def part(self, sms: int) -> Device:

@@ -196,7 +196,7 @@ class Binding:
         self.bound_run.alignment_mask = self.alignment_mask
 
     def _stored_alignment(self, alignment: int) -> int:
-        """The alignment of rows of formats, some of which do not start on `alignment` bytes: scales may follow a row."""
+        """The alignment of rows of formats of which some do not start on `alignment` bytes: scales may follow a row."""
         parts = self.combination.parts
         return min(alignment, 8) if all(part.prepared.has_on_eight for part in parts) else alignment
 
