@@ -42,6 +42,7 @@ class Binding:
         *(
             "launches",
             "lse_shape",
+            "most_cache_bytes",
             "out_dtype",
             "out_shape",
             "params",
@@ -116,7 +117,6 @@ class Binding:
         merge = self.parts[0].merge
         params.out_row_stride, params.out_head_stride = merge.out_row_stride, merge.out_head_stride = strides
         self._bind_alignment(strides, k, v)
-        self._check_span(k, v)
 
     def _bind_views(
         self,
@@ -206,14 +206,14 @@ class Binding:
             return parts
         return tuple(part._replace(prepared=part.prepared.on_eight(self.device)) for part in parts)
 
-    def _check_span(self, k: kv_view.View, v: kv_view.View) -> None:
-        choice, size = self.combination.prepared.choice, self.combination.options.kv_dtype.size
-        most = choice.kernel.most_cache_bytes(choice.spec)
-        for name, view in (("K", k), ("V", v)):
-            span = ((view.num_pages - 1) * view.page_stride + view.page_size * view.token_stride) * size
-            if span > most:
+    def check_span(self, cache: Any) -> None:
+        """Refuses a cache that spans more than a kernel of the newest plan can address."""
+        size, pages = self.combination.options.kv_dtype.size, len(cache[0] if cache.__class__ is tuple else cache)
+        for name, view in self.cache_views.items():
+            span = ((pages - 1) * view.page_stride + view.page_size * view.token_stride) * size
+            if span > self.most_cache_bytes:
                 raise RunError(
-                    f"{name} spans {span} bytes, but {choice.spec.kernel} reads at most {most} here: "
+                    f"{name} spans {span} bytes, but the plan's kernel reads at most {self.most_cache_bytes}: "
                     "pass a cache of fewer pages, or one in which a layer's pages follow each other."
                 )
 
@@ -222,6 +222,8 @@ class Binding:
         combination, batch = self.combination, planner.batch
         parts, options = self._parts(), combination.options
         self.requests = batch.requests if batch.capacity is None else batch.capacity.batch
+        choices = [part.prepared.choice for part in parts]
+        self.most_cache_bytes = min(choice.kernel.most_cache_bytes(choice.spec) for choice in choices)
         if not self.has_numbers:  # scales of requests must be as many as the new plan's
             self.scales = (None, None, None)  # which is not NO_SCALES
         for its in self.parts:

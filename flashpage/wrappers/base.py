@@ -23,6 +23,7 @@ from .. import native
 from ..base import checks
 from ..base.errors import PlanError, RunError
 from ..base.unique import Unique
+from ..kernels.kernel import ANY_BYTES
 from ..kernels.options import OptionOverride, Options, RunOptions, check_rope, check_scale
 from ..native import fastcall
 from ..plan.batch import NO_BOUNDS, Longest
@@ -362,6 +363,8 @@ class Attention(Unique):
             bindings[key] = bound
         if bound.generation != self.session.generation:
             bound.refresh(self.session)
+        if bound.most_cache_bytes < ANY_BYTES:
+            bound.check_span(tensors.cache)
         if self.recorder is not None:
             self.recorder.record(bound)
         bound.signature = signature

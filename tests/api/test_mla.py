@@ -234,8 +234,18 @@ def test_a_view_may_span_more_than_a_kernel_can_address(monkeypatch: pytest.Monk
     close(wrapper.run(*batch.parts()), batch.out)
     pool = torch.zeros(len(batch.cache), 2, *batch.cache.shape[1:], dtype=batch.cache.dtype)  # of two layers
     pool[:, 1] = batch.cache
-    with pytest.raises(RunError, match=f"K spans .* reads at most {most} here"):
+    with pytest.raises(RunError, match=f"K spans .* reads at most {most}"):
         wrapper.run(query=batch.q, kv_cache=pool[:, 1])
+    longer = torch.cat([batch.cache, batch.cache])  # with which a binding is only resized
+    with pytest.raises(RunError, match=f"K spans .* reads at most {most}"):
+        wrapper.run(query=batch.q, kv_cache=longer)
+    wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)
+    monkeypatch.setattr(prepared, "choice", choice)
+    wrapper.run(query=batch.q, kv_cache=longer)
+    monkeypatch.setattr(prepared, "choice", dataclasses.replace(choice, kernel=few))
+    wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)  # whose kernel addresses less
+    with pytest.raises(RunError, match=f"K spans .* reads at most {most}"):
+        wrapper.run(query=batch.q, kv_cache=longer)
 
 
 def test_refused_scales_and_rows() -> None:

@@ -24,7 +24,10 @@ LISTS = torch.full((600, 128), -1, dtype=torch.int32)
 
 @pytest.fixture
 def plans() -> ListedPlans:
-    return ListedPlans(ARGUMENTS, {1, 4, 8}.__contains__, torch.device("cpu"), Workspaces())
+    found = ListedPlans(ARGUMENTS, torch.device("cpu"), Workspaces())
+    for rows in (1, 4, 8):
+        found.keep(rows)
+    return found
 
 
 def test_only_plans_of_captured_steps_stay(plans: ListedPlans) -> None:
@@ -35,6 +38,16 @@ def test_only_plans_of_captured_steps_stay(plans: ListedPlans) -> None:
     for rows in (5, 6):
         with pytest.raises(KeyError):
             plans.of(rows)
+
+
+def test_a_step_may_be_captured_after_it_was_planned(plans: ListedPlans) -> None:
+    plans.plan(LISTS[:5])
+    plans.keep(5)
+    plans.plan(LISTS[:5])
+    captured = plans.of(5)
+    for rows in (6, 7, 9, 5):
+        plans.plan(LISTS[:rows])
+    assert plans.of(5) is captured and plans.of(9) is not captured
 
 
 @pytest.mark.parametrize("rows", [4, 5])

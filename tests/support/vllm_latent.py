@@ -120,7 +120,8 @@ def check_lists(rows: list[int], lengths: list[int], kind: str, device: str = "c
     assert arguments["fixed_split_size"] is None
     with mock.patch.dict(os.environ, VLLM_BATCH_INVARIANT="1"):
         assert sparse.FlashpageSparseImpl.plan_arguments(impl, page, torch.bfloat16)["fixed_split_size"]
-    plans = ListedPlans(arguments, lambda count: count <= 2, torch.device(device), Workspaces())
+    plans = ListedPlans(arguments, torch.device(device), Workspaces())
+    plans.keep(2)
     counts = {"num_reqs": len(rows), "max_query_len": max(rows), "max_seq_len": max(lengths), "topk_tokens": topk}
     counts |= {"num_actual_tokens": sum(rows), "num_decodes": 2, "num_prefills": len(rows) - 2, "num_decode_tokens": 2}
     starts, lens = indptr(rows), torch.tensor(lengths)
@@ -177,11 +178,12 @@ def check_prompts() -> None:
 
 
 @contextlib.contextmanager
-def configured(use_mla: bool = False, context_ranks: int = 1, **of_model: Any) -> Iterator[None]:
+def configured(use_mla: bool = False, context_ranks: int = 1, hisparse: Any = None, **of_model: Any) -> Iterator[None]:
     """As while vLLM makes a model of such a configuration."""
     parallel = SimpleNamespace(decode_context_parallel_size=context_ranks)
     model = SimpleNamespace(use_mla=use_mla, hf_text_config=SimpleNamespace(**of_model))
-    config = SimpleNamespace(model_config=model, parallel_config=parallel)
+    attention = SimpleNamespace(hisparse_config=hisparse)
+    config = SimpleNamespace(model_config=model, parallel_config=parallel, attention_config=attention)
     with mock.patch("vllm.config.vllm._current_vllm_config", config):
         yield
 
@@ -243,6 +245,10 @@ def check_answers_of_lists(usual: dict[str, Any]) -> None:
     for changes, reason in refused:
         found = ask(**usual | changes)
         assert any(reason in text for text in found), (changes, found)
+    with configured(use_mla=True, hisparse=object()):
+        (reason,) = ask(**usual)
+    assert "hisparse_config" in reason
+    assert not sparse.FlashpageSparseImpl.supports_pcp and not latent.FlashpageMLAImpl.supports_pcp
     assert sparse.FlashpageSparseBackend.get_kv_cache_shape(7, 64, 1, 576, "fp8_ds_mla") == (7, 64, 656)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,32 +18,31 @@ class ListedPlans:
 
     Args:
         arguments: of BatchMLASparseAttentionWrapper.plan.
-        is_captured: whether graphs of so many rows are captured. Their plans stay, each with buffers of its own; of
-            others, the last two.
     """
 
-    def __init__(
-        self,
-        arguments: dict[str, Any],
-        is_captured: Callable[[int], bool],
-        device: torch.device,
-        workspaces: Workspaces,
-    ) -> None:
-        self._arguments, self._is_captured, self._device = arguments, is_captured, device
-        self._workspaces = workspaces
+    def __init__(self, arguments: dict[str, Any], device: torch.device, workspaces: Workspaces) -> None:
+        self._arguments, self._device, self._workspaces = arguments, device, workspaces
+        self._captured: set[int] = set()
         self._kept: dict[int, BatchMLASparseAttentionWrapper] = {}
         self._last: dict[int, BatchMLASparseAttentionWrapper] = {}  # of other rows: a step's, and its decodes'
+
+    def keep(self, rows: int) -> None:
+        """Keeps the plan of so many rows, with buffers of its own, because a graph is about to be captured. Of others,
+        the last two stay."""
+        self._captured.add(rows)
 
     def plan(self, lists: torch.Tensor) -> None:
         """Plans for len(lists) rows unless there is a plan; call it outside of captures."""
         rows = len(lists)
         if rows == 0 or rows in self._kept:
             return
-        if rows in self._last:
+        is_kept = rows in self._captured
+        if is_kept:
+            self._last.pop(rows, None)
+        elif rows in self._last:
             self._last[rows] = self._last.pop(rows)  # the other one is replaced next
             return
         workspace = self._workspaces.at_least(WORKSPACE_BYTES, self._device)
-        is_kept = self._is_captured(rows)
         if is_kept:
             found = BatchMLASparseAttentionWrapper(workspace, use_cuda_graph=True, num_rows=rows)
         else:

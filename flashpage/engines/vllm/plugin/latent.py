@@ -98,6 +98,7 @@ class FlashpageMLAImpl(MLACommonImpl):
     """Runs a layer's decodes by the step's plans; MLACommonImpl expands prompts and calls the prefill backend."""
 
     can_return_lse_for_decode = False
+    supports_pcp = False  # prompts are not divided among ranks
 
     def __init__(
         self,

@@ -76,12 +76,12 @@ class FlashpageSparseBuilder(SparseMLACommonMetadataBuilder):
         layers = vllm_config.compilation_config.static_forward_context
         self._impl: FlashpageSparseImpl = layers[layer_names[0]].impl
         given = self._impl.plan_arguments(kv_cache_spec.block_size, self.model_config.dtype)
-        self._plans = ListedPlans(given, self._is_captured, torch.device(device), Workspaces.of(vllm_config))
+        self._plans = ListedPlans(given, torch.device(device), Workspaces.of(vllm_config))
 
-    def _is_captured(self, rows: int) -> bool:
-        """Whether a graph has so many rows; vLLM may choose the sizes after it has made this builder."""
-        compilation = self.vllm_config.compilation_config
-        return compilation.cudagraph_mode.has_full_cudagraphs() and rows in (compilation.cudagraph_capture_sizes or ())
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SparseMetadata:
+        self._plans.keep(common_attn_metadata.num_actual_tokens)
+        captured: SparseMetadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        return captured
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
         metadata: SparseMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -97,6 +97,7 @@ class FlashpageSparseImpl(SparseMLACommonImpl):
     """Runs a layer's rows over their lists."""
 
     can_return_lse_for_decode = False
+    supports_pcp = False  # prompts are not divided among ranks
 
     def __init__(
         self,
@@ -201,6 +202,8 @@ class FlashpageSparseBackend(support.Answers, MLACommonBackend):
         reasons = super().validate_configuration(*args, **given)
         if support.context_ranks() > 1:
             reasons.append("flashpage: no decode context parallelism over lists of tokens")
+        if support.has_host_cache():
+            reasons.append("flashpage: no cache in the host's memory (hisparse_config)")
         return reasons
 
     @classmethod

@@ -85,6 +85,12 @@ def context_ranks() -> int:
     return 1 if config is None else config.parallel_config.decode_context_parallel_size
 
 
+def has_host_cache() -> bool:
+    """Whether a part of the cache is in the host's memory (HiSparse), in that configuration."""
+    attention = getattr(get_current_vllm_config_or_none(), "attention_config", None)
+    return getattr(attention, "hisparse_config", None) is not None
+
+
 def stride_order(layout: str, has_layers: bool) -> tuple[int, ...]:
     """The order of a cache's dimensions in memory."""
     return _STRIDE_ORDERS[layout][has_layers]

@@ -98,7 +98,7 @@ struct ColumnsConvert {
     }
     ptx::fence_before_products();
     __syncwarp();
-    const Present present{__ballot_sync(0xffffffff, arriving.at != nowhere)};
+    const Present present = Present::of_lanes(rows, arriving.at == nowhere ? -1 : 0);
     arriving = next;
     if (threadIdx.x % 32 != 0) return;
     if (Shared::is_selected && part == ColumnsPart::first) shared.present[Shared::slot(use)][sharer()] = present;

@@ -33,11 +33,15 @@ struct ColumnsShared {
   // `present`.
   static constexpr int copied = by_boxes || converts ? sharers : 32;
   static constexpr int noted = by_boxes || converts || !is_selected ? 0 : 1;
-  // Warps that load row by row need more registers. Warpgroups that take turns have no scores in flight, and leave
-  // more.
-  static constexpr int loading_registers = converts ? 48 : by_boxes ? Warps::loading_registers : takes_turns ? 72 : 56;
-  static constexpr int converting_registers = takes_turns ? 64 : 48;
-  static constexpr int computing_registers = converts      ? (takes_turns ? 200 : 208)
+  // Registers of a thread. Warps that load row by row need more of them. Warpgroups that take turns have no scores in
+  // flight, and leave more; so do loading warps that have no tail to convert.
+  static constexpr bool has_tail = Tile::tail_columns > 0;
+  static constexpr int loading_registers = converts      ? (has_tail ? 48 : 40)
+                                           : by_boxes    ? Warps::loading_registers
+                                           : takes_turns ? 72
+                                                         : 56;
+  static constexpr int converting_registers = !takes_turns ? 48 : has_tail ? 64 : 56;
+  static constexpr int computing_registers = converts      ? (takes_turns && has_tail ? 200 : 208)
                                              : by_boxes    ? Warps::computing_registers
                                              : takes_turns ? 216
                                                            : 224;
