@@ -27,6 +27,7 @@ struct ColumnsCompute {
   using Output = ColumnsOutput<Traits>;
   using Values = typename Output::Values;
   static constexpr int tokens = Shared::tokens, steps = tokens / 16;
+  static constexpr u32 first_thread = Shared::Warps::loading * 32;  // of the computing ones
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
   static constexpr int all_barrier = 1, group_barrier = 2, row_barrier = 4;  // names; the last ones by group, by warp
@@ -34,10 +35,9 @@ struct ColumnsCompute {
   Shared& shared;
   const AttentionParams& params;
   ScoreExchange<Traits> exchange;
-  int thread_of_all = threadIdx.x - Shared::Warps::loading * 32;
   int thread = threadIdx.x % 128;  // of the warpgroup
   int warp = thread / 32, lane = threadIdx.x % 32;
-  int group = thread_of_all / 128;
+  int group = threadIdx.x / 128 - Shared::Warps::loading / 4;
   u32 use = 0;       // blocks before the unit
   u32 unit_use = 0;  // units before this one
 
@@ -45,7 +45,7 @@ struct ColumnsCompute {
       : shared(shared), params(params), exchange(shared) {}
 
   FP_DEVICE void run() {
-    if (thread_of_all == 0) stamp<Traits>(params, Stamp::start);
+    if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::start);
     for (;; ++unit_use) {
       shared.place_ring.wait_full(unit_use);
       const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
@@ -57,7 +57,7 @@ struct ColumnsCompute {
       __syncwarp();
       if (lane == 0) shared.place_ring.release(unit_use);
     }
-    if (thread_of_all == 0) {
+    if (threadIdx.x == first_thread) {
       stamp<Traits>(params, Stamp::end);
       stamp<Traits>(params, Stamp::sm);
     }
@@ -90,7 +90,7 @@ struct ColumnsCompute {
     } else {
       attend(state);
     }
-    if (thread_of_all == 0) stamp<Traits>(params, Stamp::last_tile);
+    if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::last_tile);
     const Output output{shared, params, place.place, first_row() + warp * 16 + lane / 4, lane};
     if constexpr (Shared::takes_turns) {
       if (group == 0) {
@@ -102,7 +102,7 @@ struct ColumnsCompute {
     } else {
       output.write(softmax, values);
     }
-    if (thread_of_all == 0) stamp<Traits>(params, Stamp::written);
+    if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::written);
   }
 
   FP_DEVICE void attend(State& state) {
@@ -135,7 +135,7 @@ struct ColumnsCompute {
     issue_keys(state.product, of_use);
     ptx::wgmma_wait<0>();
     take_product(state);
-    if (thread_of_all == 0) stamp_first<Traits>(params, Stamp::first_tile);
+    if (threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
     exchange.send(state.scores, exchange.number);
   }
 
@@ -261,7 +261,7 @@ struct ColumnsCompute {
     if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
     constexpr int threads = 32 * Shared::readers, chunks = Tile::value_chunks;
     u8* tile = shared.slots[Shared::slot(of_use)];
-    for (int i = Shared::takes_turns ? thread : thread_of_all; i < tokens * chunks; i += threads) {
+    for (int i = Shared::takes_turns ? thread : threadIdx.x - first_thread; i < tokens * chunks; i += threads) {
       const int row = i / chunks, chunk = i % chunks;
       if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
       *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);

@@ -18,7 +18,7 @@ struct ScoreExchange {
 
   Shared& shared;
   int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-  int warp = threadIdx.x / 32 - Shared::Warps::loading, group = warp / Shared::Warps::group;
+  int group = threadIdx.x / 128 - Shared::Warps::loading / 4, warp = threadIdx.x / 32 - Shared::Warps::loading;
   u32 number = 0;  // blocks that this warp has received
 
   FP_DEVICE explicit ScoreExchange(Shared& shared) : shared(shared) {}
