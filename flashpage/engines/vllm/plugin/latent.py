@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from ....run.checks import NO_SCALES
 from ....wrappers.append import append_paged_mla_kv_cache
@@ -94,34 +94,12 @@ class FlashpageMLABuilder(MLACommonMetadataBuilder):
         return LatentDecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, step)
 
 
-class FlashpageMLAImpl(MLACommonImpl):
+class FlashpageMLAImpl(support.LatentLayer, MLACommonImpl):
     """Runs a layer's decodes by the step's plans; MLACommonImpl expands prompts and calls the prefill backend."""
 
-    can_return_lse_for_decode = False
-    supports_pcp = False  # prompts are not divided among ranks
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **latent: Any,
-    ) -> None:
-        given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype)
-        super().__init__(*given, logits_soft_cap, attn_type, kv_sharing_target_layer_name, **latent)
-        if alibi_slopes or sliding_window or logits_soft_cap or attn_type != AttentionType.DECODER:
-            raise NotImplementedError(
-                "flashpage has no ALiBi, windows, soft caps or encoders over latent rows. "
-                "Choose another attention backend."
-            )
-        self.supports_quant_query_input = False
+    def __init__(self, num_heads: int, head_size: int, scale: float, *given: Any, **latent: Any) -> None:
+        super().__init__(num_heads, head_size, scale, *given, **latent)
+        kv_cache_dtype: str = self.kv_cache_dtype
         self._is_fp8 = kv_cache_dtype in cache_layout.FP8
         self.options = LayerOptions((num_heads, 1, head_size), scale)
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from ....kernels.latent_formats import PACKED
 from ...plugin.group_plans import SPLIT_TOKENS, Workspaces
@@ -93,34 +93,8 @@ class FlashpageSparseBuilder(SparseMLACommonMetadataBuilder):
         return metadata
 
 
-class FlashpageSparseImpl(SparseMLACommonImpl):
+class FlashpageSparseImpl(support.LatentLayer, SparseMLACommonImpl):
     """Runs a layer's rows over their lists."""
-
-    can_return_lse_for_decode = False
-    supports_pcp = False  # prompts are not divided among ranks
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **latent: Any,
-    ) -> None:
-        given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype)
-        super().__init__(*given, logits_soft_cap, attn_type, kv_sharing_target_layer_name, **latent)
-        if alibi_slopes or sliding_window or logits_soft_cap or attn_type != AttentionType.DECODER:
-            raise NotImplementedError(
-                "flashpage has no ALiBi, windows, soft caps or encoders over lists of tokens. "
-                "Choose another attention backend."
-            )
-        self.supports_quant_query_input = False
 
     def plan_arguments(self, page_size: int, dtype: torch.dtype) -> dict[str, Any]:
         """The arguments of BatchMLASparseAttentionWrapper.plan, without the lists."""

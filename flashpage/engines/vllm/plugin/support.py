@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionType
 
 from ...plugin.refusal import latent_refusal as latent_refusal_of
 from ...plugin.refusal import listed_refusal as listed_refusal_of
@@ -77,6 +78,37 @@ class Answers:
     ) -> str | None:
         """The reason why no kernel takes such layers; `block_size` None: vLLM has not chosen one yet."""
         raise NotImplementedError
+
+
+class LatentLayer:
+    """The first base of layers over latent rows, before vLLM's own class: what they refuse, and what vLLM asks them."""
+
+    can_return_lse_for_decode = False
+    supports_pcp = False  # prompts are not divided among ranks
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **latent: Any,
+    ) -> None:
+        given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype)
+        base: Any = super()
+        base.__init__(*given, logits_soft_cap, attn_type, kv_sharing_target_layer_name, **latent)
+        if alibi_slopes or sliding_window or logits_soft_cap or attn_type != AttentionType.DECODER:
+            raise NotImplementedError(
+                "flashpage has no ALiBi, windows, soft caps or encoders over latent rows. "
+                "Choose another attention backend."
+            )
+        self.supports_quant_query_input = False
 
 
 def context_ranks() -> int:

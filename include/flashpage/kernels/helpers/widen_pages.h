@@ -65,9 +65,10 @@ struct WidenPages {
         u32 pairs[4];
         widen_eight_of<Format, To>(pairs, words, scale);
         if constexpr (Format::left_out != 1.f) {
-          const u32 unit = ptx::pack2<To>(Format::left_out, Format::left_out);
+          const u32 left_out = ptx::pack2<To>(Format::left_out, Format::left_out);
 #pragma unroll
-          for (u32& pair : pairs) pair = is_same<To, Half> ? ptx::mul_half2(pair, unit) : ptx::mul_bf162(pair, unit);
+          for (u32& pair : pairs)
+            pair = is_same<To, Half> ? ptx::mul_half2(pair, left_out) : ptx::mul_bf162(pair, left_out);
         }
         if constexpr (has_row_scale) {
 #pragma unroll

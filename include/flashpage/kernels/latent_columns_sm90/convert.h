@@ -1,5 +1,5 @@
-// Loading warps of latent_columns_sm90 that convert rows in fp8: they copy a part of the columns to memory of their
-// own, and write it to slots in the type of the products.
+// The converting warps of latent_columns_sm90, and the loading warps of the tail of rows in fp8: they copy a part of
+// the columns to memory of their own, and write it to slots in the type of the products.
 #pragma once
 #include "flashpage/kernels/latent_columns_sm90/shared.h"
 #include "flashpage/ptx/compiler.h"
@@ -24,7 +24,7 @@ struct ColumnsConvert {
   static constexpr int rows = Shared::tokens / Shared::sharers;  // of the warp, in a block
   using Stored = typename select_type<is_tail, typename Format::Rest, E4m3>::type;
   static constexpr int columns = is_tail ? Tile::tail_columns : Tile::part_panels * Tile::panel_columns;
-  // Pieces of 16 bytes: of a row, of a lane in all rows, and those that a lane holds.
+  // Pieces of 16 bytes: of a row, and of a lane in all of the warp's rows.
   static constexpr int row_pieces = columns * static_cast<int>(sizeof(Stored)) / 16, pieces = rows * row_pieces / 32;
   static constexpr int together = 2;  // pieces that are copied and converted together: a step
   // Whether a step is read before the one before it is converted, because a read takes as long. It takes registers:
@@ -173,7 +173,7 @@ struct ColumnsConvert {
   // Lanes of neighbouring panels write their two chunks in different orders, so that eight lanes write to all banks.
   FP_DEVICE static bool is_turned(int in_row) { return is_fp8<Stored> && in_row / 4 % 2 != 0; }
   // The offset of the chunk that a lane writes first, of its first piece.
-  FP_DEVICE u32 first_chunk(int lane_row, int in_row) {
+  FP_DEVICE u32 first_chunk(int lane_row, int in_row) const {
     const int first = part == ColumnsPart::second ? columns / 8 : 0;
     const int chunk = is_fp8<Stored> ? in_row * 2 + is_turned(in_row) : in_row;
     return is_tail ? Tile::tail_offset(lane_row, chunk) : Tile::chunk_offset(lane_row, first + chunk);
