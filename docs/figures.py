@@ -24,6 +24,7 @@ TITLES = {  # sections in the order of the page
     "contexts": "Decode over the context",
     "prefill": "Prefill and append",
     "more-prefill": "Prefill and append, other shapes",
+    "options": "Options that models need",
     "fp8-prefill": "Prefill with e4m3 queries, keys and values",
     "formats": "Caches of 4 and 8 bits",
     "mla": "Latent rows (MLA)",
@@ -96,10 +97,13 @@ def card_table(lines: list[Line]) -> str:
         times = [f"{line['us'][peer]:,.1f}" if peer in line["us"] else "" for peer in peers]
         ratio = f"{line['ratio']:.3f}" if line["ratio"] else ""
         own = f"{line['us']['flashpage']:,.1f}"
-        error = f"{line['errors']['flashpage']:.1e}"
+        errors = [
+            f"{line['errors'][who]:.1e}" if who in line["errors"] else "" for who in ("flashpage", line["best_peer"])
+        ]
         rate = f"{line['rate']:,.0f}" + ("" if len(units) == 1 else f" {units[line['unit']]}")
-        rows.append([line["case"], own, rate, *times, ratio, error])
-    header = ["case", "flashpage us", unit, *(f"{name(p)} us" for p in peers), "best peer / flashpage", "error"]
+        rows.append([line["case"], own, rate, *times, ratio, *errors])
+    header = ["case", "flashpage us", unit, *(f"{name(p)} us" for p in peers), "best peer / flashpage"]
+    header += ["error", "best peer's"]
     text = table(header, rows)
     if ratios := [line["ratio"] for line in lines if line["ratio"]]:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shlex
@@ -70,13 +71,18 @@ class Recorder:
         self.path = Path(path) if path else None
         program, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
         name = program.relative_to(root) if program.is_relative_to(root) else program.name
-        words = ["python", str(name), *_without_file(sys.argv[1:])]
+        words, card = ["python", str(name), *_without_file(sys.argv[1:])], ""
+        if torch.cuda.is_available():
+            card = torch.cuda.get_device_name()
+            if planned_as := os.environ.get("FLASHPAGE_CARD"):
+                words.insert(0, f"FLASHPAGE_CARD={planned_as}")
+                card += f", planned as {planned_as}"
         self.run = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit(),
             "command": shlex.join(words),
             "machine": machine(),
-            "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+            "card": card,
         }
 
     def add(self, section: str, case: str, **figures: object) -> None:

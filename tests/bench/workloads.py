@@ -246,6 +246,19 @@ MORE_PREFILL = [  # other shapes, so that nothing is tuned to the table above al
     *(Case(f"d {dim}, ragged 1 x 8k", head_dim=dim, num_q_heads=16, num_kv_heads=4, **_RAGGED_8K) for dim in _DIMS),
 ]
 
+_FOUR_4K: dict[str, Any] = {"batch": 4, "q_len": 4096, "kv_len": 4096, "page_size": 0}
+_WIDE: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256}  # Gemma's heads
+
+OPTIONS = [  # what models need besides the causal mask
+    Case("ragged 4 x 4k, soft cap", soft_cap=50.0, **_FOUR_4K),
+    Case("ragged d 256, 4 x 4k, soft cap", soft_cap=50.0, **_WIDE, **_FOUR_4K),
+    Case("ragged d 256, 4 x 4k, window 1024", window_left=1023, **_WIDE, **_FOUR_4K),
+    Case("ragged d 96, 4 x 4k", head_dim=96, **_FOUR_4K),
+    Case("batch 64, context 4k, soft cap", 64, 1, 4096, soft_cap=50.0),
+    Case("d 256, batch 64, context 4k, soft cap", 64, 1, 4096, soft_cap=50.0, **_WIDE),
+    Case("d 256, batch 64, context 4k, 16/2 heads", 64, 1, 4096, num_q_heads=16, num_kv_heads=2, head_dim=256),
+]
+
 MLA = [  # without tensor parallelism a card has 128 heads, with eight ranks 16
     LatentCase("128 heads, batch 1, context 4k", 1, 1, 4096),
     LatentCase("128 heads, batch 1, context 128k", 1, 1, 131072),
