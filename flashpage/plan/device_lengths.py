@@ -22,6 +22,8 @@ class TableLengths:
 
     On the CPU backend the numbers are checked as in `plan`. On a card the host does not read them; numbers out of range
     count as the nearest one in range.
+
+    takes_fewer_rows: runs may have fewer rows than `max_rows`, but all of those of `q_indptr`.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class TableLengths:
         num_requests: Any,
         max_rows: int,
         options: Options,
+        takes_fewer_rows: bool = False,
     ) -> None:
         if options.has_parts:
             raise CapabilityError(
@@ -61,7 +64,7 @@ class TableLengths:
         with torch.inference_mode(False):  # copies made in inference mode could not be written outside of it
             read = [tensor.clone() if self._is_cpu and tensor is not None else tensor for tensor in self._given]
         self.read, self.seq_lens, self.q_indptr, self.table_rows, self.num_requests = read
-        self._max_rows = max_rows
+        self._max_rows, self._takes_fewer_rows = max_rows, takes_fewer_rows
         self.max_rows = max_rows if q_indptr is not None else self.batch * options.uniform_q_len
         self._judge()
         self._is_new = True
@@ -81,6 +84,11 @@ class TableLengths:
             page_size=options.page_span,
         )
         self.address = ctypes.addressof(self.struct)
+
+    def takes(self, rows: int) -> bool:
+        """Whether a run may have so many rows, fewer than `max_rows`. Those of q_indptr are known on the CPU alone."""
+        least = int(self.q_indptr[-1]) if self._is_cpu and self.q_indptr is not None else 0
+        return self._takes_fewer_rows and rows >= least
 
     def are_of(self, given: Sequence[torch.Tensor | None], max_rows: int, options: Options) -> bool:
         """Whether block tables, seq_lens, q_indptr, table_rows and num_requests lie where those of this object do, so

@@ -80,7 +80,7 @@ class Binding:
         self._bind_options(values)
         self._bind_tensors(tensors)
         self.has_numbers = False
-        self.set_scales(NO_SCALES)
+        self.set_scales(NO_SCALES, tensors.cache)
         self.set_pdl(None)
 
     def _bind_options(self, values: RunOptions) -> None:
@@ -208,7 +208,7 @@ class Binding:
 
     def check_span(self, cache: Any) -> None:
         """Refuses a cache that spans more than a kernel of the newest plan can address."""
-        size, pages = self.combination.options.kv_dtype.size, len(cache[0] if cache.__class__ is tuple else cache)
+        size, pages = self.combination.options.kv_dtype.size, _leading(cache)
         for name, view in self.cache_views.items():
             span = ((pages - 1) * view.page_stride + view.page_size * view.token_stride) * size
             if span > self.most_cache_bytes:
@@ -302,8 +302,7 @@ class Binding:
         if self.gathered is not None:
             tensor_maps.resize(found, q.shape[0], self.gathered.end, self.gathered.is_paged, "NHD")
             return
-        leading = (cache[0] if cache.__class__ is tuple else cache).shape[0]
-        tensor_maps.resize(found, q.shape[0], leading, self.combination.options.is_paged, self.kv_layout)
+        tensor_maps.resize(found, q.shape[0], _leading(cache), self.combination.options.is_paged, self.kv_layout)
 
     def _misaligned(self, *addresses: int) -> RunError:
         found = [
@@ -328,13 +327,14 @@ class Binding:
         """Whether these numbers are already set; tensors may have moved."""
         return self.has_numbers and all(s is None or s.__class__ is float for s in scales) and scales == self.scales
 
-    def set_scales(self, scales: tuple[Any, Any, Any]) -> None:
-        """Sets the scales of q, k and v: numbers go into the scales of score and output; the kernel reads tensors."""
+    def set_scales(self, scales: tuple[Any, Any, Any], cache: Any) -> None:
+        """Sets the scales of q, k and v: numbers go into the scales of score and output; the kernel reads tensors,
+        which may have an entry for each token of the run's cache."""
         if self.has_scales(scales):
             return
         options = self.combination.options
         if options.latent_format == latent_formats.SCALED:
-            self._set_latent_scales(scales)
+            self._set_latent_scales(scales, _leading(cache))
             return
         q, *q_scale = scale_of(scales[0], "q_scale", options.num_q_heads, self.device, self.requests)
         k, *k_scale = scale_of(scales[1], "k_scale", options.num_kv_heads, self.device, self.requests)
@@ -347,13 +347,13 @@ class Binding:
             params.score_scale, params.value_scale = score_scale, v
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
-    def _set_latent_scales(self, scales: tuple[Any, Any, Any]) -> None:
-        """Sets the scales of fp8 rows: a number of the shared columns goes into the scales of score and output, and
-        those of the tail are relative to it; the kernel applies tensors to elements."""
+    def _set_latent_scales(self, scales: tuple[Any, Any, Any], pages: int) -> None:
+        """Sets the scales of fp8 rows in so many pages. A number of the shared columns goes into the scales of score
+        and output, and those of the tail are relative to it; the kernel applies tensors to elements."""
         _, shared, tail = scales
         if isinstance(shared, torch.Tensor) and shared.dim() == 3:
-            rows, columns = self.cache_views["K"], self.combination.options.head_dim_vo
-            wanted = (rows.num_pages, rows.page_size, columns // 128)
+            columns = self.combination.options.head_dim_vo
+            wanted = (pages, self.cache_views["K"].page_size, columns // 128)
             k, *k_scale = token_scales(shared, wanted, columns, self.device)
         else:
             k, *k_scale = scale_of(shared, "k_scale", 1, self.device)
@@ -374,3 +374,8 @@ class Binding:
         for its in self.parts:
             its.params.sinks = address
         self.sinks = sinks
+
+
+def _leading(cache: Any) -> int:
+    """Pages of a cache, or tokens of a ragged one."""
+    return len(cache[0] if cache.__class__ is tuple else cache)

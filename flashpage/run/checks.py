@@ -12,6 +12,7 @@ from ..base.errors import RunError
 from ..base.kv_view import Cache
 from ..base.memory import is_capturing
 from ..kernels import kv_formats
+from ..kernels.latent_formats import LatentRowFormat
 from ..kernels.options import Options
 
 
@@ -192,7 +193,7 @@ def views_of(cache: Cache, options: Options, kv_layout: str) -> tuple[kv_view.Vi
     """The two parts of a cache, K and V or those of latent rows, by strides."""
     if options.is_latent:
         views = kv_view.latent_views(cache, options.half_dims[0])
-        return _rows_of_pages(views, options)
+        return rows_of_pages(views, options.latent_row_format, "kv_cache")
     if options.is_paged:
         return kv_view.paged_views(cache[:2] if has_scales(cache) else cache, kv_layout)
     k, v, *_ = cache
@@ -222,15 +223,15 @@ def scale_views(
     return found[0], found[1]
 
 
-def _rows_of_pages(views: tuple[kv_view.View, kv_view.View], options: Options) -> tuple[kv_view.View, kv_view.View]:
-    """Without the distance of tokens, if the format has another one."""
-    packed, rows = options.latent_row_format, views[0]
+def rows_of_pages(
+    views: tuple[kv_view.View, kv_view.View], packed: LatentRowFormat | None, name: str
+) -> tuple[kv_view.View, kv_view.View]:
+    """Views of a cache of that name without the distance of tokens, if the format of its rows has another one."""
+    rows = views[0]
     if packed is None or not packed.by_page:
         return views
     if rows.page_size > 1 and rows.token_stride != packed.row_bytes:
-        raise RunError(
-            f"kv_cache has tokens {rows.token_stride} bytes apart: pass pages of {packed.row_bytes} a token."
-        )
+        raise RunError(f"{name} has tokens {rows.token_stride} bytes apart: pass pages of {packed.row_bytes} a token.")
     return rows._replace(token_stride=0), views[1]._replace(token_stride=0)
 
 
@@ -247,6 +248,8 @@ def check_cache(
                 f"{name} has pages of {k.page_size} tokens ({kv_layout}) but the plan has "
                 f"page_size={options.page_size}: pass page_size={k.page_size} to plan."
             )
+        if options.is_selected and k.num_pages == 0:
+            raise RunError(f"{name} has 0 pages: pass a cache of at least one.")
         if max_page >= k.num_pages:
             raise RunError(
                 f"{name} has {k.num_pages} pages but the plan's {names[1]} reach {max_page}. "

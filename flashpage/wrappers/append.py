@@ -198,7 +198,8 @@ def append_paged_mla_kv_cache(
     Args:
         append_ckv, append_kpe: [nnz, ckv_dim] and [nnz, kpe_dim], last dimension contiguous, of the caches' type, or
             of 16 or 32 bits for caches in fp8, which they are quantised to.
-        ckv_cache, kpe_cache: [pages, page_size, ckv_dim] and [pages, page_size, kpe_dim], any strides; written.
+        ckv_cache, kpe_cache: [pages, page_size, ckv_dim] and [pages, page_size, kpe_dim], any strides; written. Rows
+            without rotated keys: append_kpe and kpe_cache are None, or have no columns.
         ckv_scale, kpe_scale: caches of float8_e4m3fn: elements are divided by them (None: 1).
         ckv_scale_arr: in place of ckv_scale, float32 [pages, page_size, ckv_dim / 128], written: each 128 columns of a
             token get the least power of two by which they fit.
@@ -207,6 +208,7 @@ def append_paged_mla_kv_cache(
 
     The other arguments are those of append_paged_kv_cache.
     """
+    append_kpe, kpe_cache = _of_no_columns(append_kpe), _of_no_columns(kpe_cache)
     is_e4m3 = isinstance(ckv_cache, torch.Tensor) and ckv_cache.dtype is torch.float8_e4m3fn
     is_given = isinstance(append_ckv, torch.Tensor) and append_ckv.dtype is torch.float8_e4m3fn
     if kv_row_format is not None or (is_e4m3 and not is_given):
@@ -215,6 +217,10 @@ def append_paged_mla_kv_cache(
         _append_in_fp8((append_ckv, append_kpe), (ckv_cache, kpe_cache), lists, scales, kv_row_format)
         return
     checks.refuse_given(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+    if append_kpe is None and kpe_cache is None:
+        append_kpe, kpe_cache = (
+            checks.tensor(t, n, RunError)[..., :0] for n, t in (("append_ckv", append_ckv), ("ckv_cache", ckv_cache))
+        )
     append_kpe = checks.tensor(append_kpe, "append_kpe", RunError)
     kpe_cache = checks.tensor(kpe_cache, "kpe_cache", RunError)
     caches_given = (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache))
@@ -233,6 +239,11 @@ def append_paged_mla_kv_cache(
         names = {"paged_kv_cache": "ckv_cache and kpe_cache", "append_key": "append_ckv", "append_value": "append_kpe"}
         error.use_names(names | {"paged_kv_cache[0]": "ckv_cache", "paged_kv_cache[1]": "kpe_cache"})
         raise
+
+
+def _of_no_columns(part: Any) -> Any:
+    """None for a tail without columns."""
+    return None if isinstance(part, torch.Tensor) and part.dim() > 1 and part.shape[-1] == 0 else part
 
 
 def _append_in_fp8(

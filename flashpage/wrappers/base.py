@@ -324,7 +324,7 @@ class Attention(Unique):
             if unused:
                 lse[:unused].fill_(-torch.inf)
         if scales is not bound.scales:
-            bound.set_scales(scales)
+            bound.set_scales(scales, cache)
         if sinks is not bound.sinks or sinks is not None:
             bound.set_sinks(sinks)
         if enable_pdl is not bound.enable_pdl:
@@ -383,7 +383,9 @@ class Attention(Unique):
         num_kv_heads = check_cache(tensors.cache, options, self.kv_layout, *reach, names)
         heads = check_run_heads(q.shape[1], num_kv_heads, options)
         rows = session.total_q
-        if q.shape[0] != rows and not (session.is_graph and q.shape[0] > rows):
+        tables = session.batch.tables
+        is_bound = tables is not None and q.shape[0] < rows and tables.takes(q.shape[0])
+        if q.shape[0] != rows and not is_bound and not (session.is_graph and q.shape[0] > rows):
             by = f" by {lengths.q_indptr}" if not options.uniform_q_len else ""
             raise RunError(f"q has {q.shape[0]} rows but the plan is for {rows}{by}: plan again for this batch.")
         for name, found, shape, dtype in (

@@ -126,14 +126,14 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         checks.choice("output_scale", output_scale, ("none",))
         checks.choice("scale_mode", scale_mode, ("default",))
         checks.flag("use_sinks", use_sinks)
-        self._enable_pdl = None if enable_pdl is None else checks.flag("enable_pdl", enable_pdl)
+        enable_pdl = None if enable_pdl is None else checks.flag("enable_pdl", enable_pdl)
         if output_dtype is not None:
             output_dtype = checks.dtype("output_dtype", output_dtype)
         checks.choice("query_layout", query_layout, _LAYOUTS)
         checks.choice("kv_cache_layout", kv_cache_layout, _LAYOUTS)
-        self._lse_mode = "base2" if lse_mode is None else checks.choice("lse_mode", lse_mode, _LSE_MODES)
+        lse_mode = "base2" if lse_mode is None else checks.choice("lse_mode", lse_mode, _LSE_MODES)
         by_position = _by_position(flat)
-        self._uses_profiler = checks.flag("use_profiler", by_position.pop("use_profiler", use_profiler))
+        use_profiler = checks.flag("use_profiler", by_position.pop("use_profiler", use_profiler))
         given = by_position | {
             name: value
             for name, value in (
@@ -165,6 +165,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             self._check(arguments)
         self._now = self._planned
         self._plan(metadata)
+        # Of a plan that is not refused: runs of the one before keep theirs.
+        self._enable_pdl, self._lse_mode, self._uses_profiler = enable_pdl, lse_mode, use_profiler
 
     begin_forward = plan
 

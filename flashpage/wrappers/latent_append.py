@@ -13,7 +13,7 @@ from ..base.dtypes import DType
 from ..base.errors import RunError
 from ..kernels import latent_formats
 from ..kernels.spec import KernelSpec
-from ..run.checks import check_places, has_pages
+from ..run.checks import check_places, has_pages, rows_of_pages
 from . import operators
 
 _LARGEST = 448.0  # of e4m3
@@ -47,7 +47,8 @@ class LatentWrite(NamedTuple):
     def write(self, places: LatentPlaces, scales: Scales) -> None:
         ckv, device = self.ckv, self.ckv.device
         first, last = self.caches[0], self.caches[-1]
-        k, v = kv_view.latent_views(first if first is last else (first, last), first.shape[2])
+        views = kv_view.latent_views(first if first is last else (first, last), first.shape[2])
+        k, v = rows_of_pages(views, latent_formats.packed(self.format), "ckv_cache")
         params = native.AppendLatentParams(
             ckv=ckv.data_ptr(),
             ckv_row_stride=ckv.stride(0),
@@ -94,7 +95,10 @@ class LatentWrite(NamedTuple):
                 setattr(params, name, number)
         if scales.ckv_of_tokens is not None:
             array = checks.tensor(scales.ckv_of_tokens, "ckv_scale_arr", RunError)
-            wanted = (*pages, self.ckv.shape[1] // 128)
+            columns = self.ckv.shape[1]
+            if columns % 128:
+                raise RunError(f"ckv_scale_arr with {columns} columns: it needs a multiple of 128; pass ckv_scale.")
+            wanted = (*pages, columns // 128)
             checks.same_device(array, self.ckv.device, "ckv_scale_arr", RunError)
             if array.shape != wanted or array.dtype != torch.float32 or not array.is_contiguous():
                 raise RunError(

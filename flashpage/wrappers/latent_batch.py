@@ -103,4 +103,5 @@ class MLAPlanMetadata(NamedTuple):
             num_requests=None,
             max_rows=most,
             options=options,
+            takes_fewer_rows=self.max_q_len is not None,
         )

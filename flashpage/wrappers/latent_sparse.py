@@ -26,10 +26,8 @@ SELECTED = Names("rows", "indices", "topk_length", "topk_length")
 class SelectedAttention(Attention):
     """An Attention whose runs read lists of tokens."""
 
-    indices: torch.Tensor
-
     def run_indices(self, tensors: Tensors, indices: torch.Tensor, *options: Any) -> Any:
-        self.indices = indices
+        self._local.indices = indices
         if self._local.bound is not None:
             self._point(self._local.bound)
         return self._run_judged(self.values, tensors, *options)
@@ -41,7 +39,7 @@ class SelectedAttention(Attention):
 
     def _point(self, bound: Binding) -> None:
         for part in bound.parts:
-            part.params.kv_indices = tensor_memory.address(self.indices, "indices", RunError)
+            part.params.kv_indices = tensor_memory.address(self._local.indices, "indices", RunError)
 
 
 class BatchMLASparseAttentionWrapper:
@@ -50,13 +48,15 @@ class BatchMLASparseAttentionWrapper:
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs.
-        use_cuda_graph: runs may be captured, and replayed after later plans.
+        use_cuda_graph: runs may be captured, and replayed after later plans of lists of the same shape: `plan` copies
+            its lists to memory of the wrapper. Lists that runs are given are read in place.
         num_rows: with `use_cuda_graph`: rows of q in every batch.
     """
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False, num_rows: int | None = None
     ) -> None:
+        self._held: torch.Tensor | None = None  # in graph mode: the lists that captured runs read
         is_graph = checks.flag("use_cuda_graph", use_cuda_graph)
         self._attention = SelectedAttention(
             float_workspace_buffer, is_graph=is_graph, names=SELECTED, owner=type(self).__name__
@@ -93,7 +93,8 @@ class BatchMLASparseAttentionWrapper:
 
         Args:
             indices: int32 [rows, topk] or [batch, rows, topk], contiguous, on the device: page * page_size + token of
-                the page; -1: none. Runs read this tensor, or another one of its shape.
+                the page; -1: none. Runs read this tensor, with `use_cuda_graph` a copy of it, or another one of its
+                shape.
             topk_length: [rows], entries of each list that are used; None: all. If it is on a card, the plan is made
                 there, and the host reads no numbers.
             num_heads: query heads, any number.
@@ -120,6 +121,11 @@ class BatchMLASparseAttentionWrapper:
             is_selected=True,
         )
         lists = _lists(indices, "indices", self.device, PlanError)
+        if self._held is not None and lists.shape != self._held.shape:
+            raise PlanError(
+                f"indices has shape {tuple(lists.shape)} but captured runs read {tuple(self._held.shape)}: pad the "
+                "lists with -1, or use a wrapper for each shape."
+            )
         if topk_length is not None:
             checks.tensor(topk_length, "topk_length", PlanError)
             if topk_length.is_cpu:
@@ -130,7 +136,16 @@ class BatchMLASparseAttentionWrapper:
             self._options, self._values = arguments.checked()
             self._arguments = arguments
         lens = self._plan(lists, topk_length)
-        self._indices, self._lens = lists, lens  # after a refused plan, the runs of the last one keep their lists
+        # After a refused plan, the runs of the last one keep their lists.
+        self._indices, self._lens = self._kept(lists) if self._attention.is_graph else lists, lens
+
+    def _kept(self, lists: torch.Tensor) -> torch.Tensor:
+        """The lists, where captured runs read them."""
+        if self._held is None:
+            self._held = lists.clone()
+        else:
+            self._held.copy_(lists)
+        return self._held
 
     def _plan(self, lists: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor | None:
         """Plans, and returns the lengths if the host has them."""

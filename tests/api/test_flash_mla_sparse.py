@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from flashpage import CapabilityError, FlashpageError
+from flashpage.engines.flash_mla import sparse
 from flashpage.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from flashpage.wrappers import function_plans
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -119,6 +121,7 @@ def test_prefill() -> None:
         ({"attn_sink": torch.zeros(2)}, "attn_sink has shape"),
         ({"extra_indices_in_kvcache": torch.zeros(3, 2, 4).int()}, "extra_k_cache"),
         ({"extra_k_cache": torch.zeros(2, 2, 1, CKV + KPE)}, "extra_indices_in_kvcache"),
+        ({"extra_topk_length": torch.zeros(3).int()}, "extra_topk_length without extra_k_cache"),
         ({"indices": None, "topk_length": torch.zeros(3).int()}, "topk_length"),
         ({"indices": None, "is_fp8_kvcache": True}, "is_fp8_kvcache=True without indices"),
     ],
@@ -127,6 +130,19 @@ def test_prefill() -> None:
 def test_refused(change: dict[str, Any], says: str, given: dict[str, Any]) -> None:
     with pytest.raises(FlashpageError, match=says):
         flash_mla_with_kvcache(**(given | change))
+
+
+def test_a_captured_call_has_a_plan_of_its_own(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eager call of the same step may write that plan's memory before the graph is replayed."""
+    keys = []
+    on_host = function_plans.FunctionPlan.on_host
+    monkeypatch.setattr(
+        function_plans.FunctionPlan, "on_host", lambda plan, key, batch: keys.append(key) or on_host(plan, key, batch)
+    )
+    for captures in (False, True):
+        monkeypatch.setattr(sparse, "is_capturing", lambda _, captures=captures: captures)
+        flash_mla_with_kvcache(**given)
+    assert keys[0] != keys[1] and keys[0][:-1] == keys[1][:-1]
 
 
 def test_a_refused_call_leaves_no_shapes(given: dict[str, Any]) -> None:

@@ -93,6 +93,9 @@ def test_a_table_on_the_device_is_planned_there() -> None:
     q = torch.cat([batch.q, torch.full_like(batch.q[:1], math.nan)])  # max_q_len bounds the rows: 3 requests of 2
     out = wrapper.run(query=q, kv_cache=batch.cache)
     close(out[:5], batch.out)
+    close(wrapper.run(query=batch.q, kv_cache=batch.cache), batch.out)
+    with pytest.raises(RunError, match="query has 4 rows"):
+        wrapper.run(query=batch.q[:4], kv_cache=batch.cache)
 
 
 def test_tensors_together_and_apart() -> None:
@@ -121,6 +124,10 @@ def test_modes_of_lse() -> None:
         assert found is lse
         close(lse, batch.lse * factor)
         close(wrapper.run_return_lse(*batch.parts(), return_lse_base_on_e=True)[1], batch.lse * math.log(2))
+    wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)
+    with pytest.raises(PlanError, match="both give the batch"):  # after which the plan before holds, with its mode
+        wrapper.plan(metadata=batch.csr(), qo_indptr=batch.q_indptr, **SIZES, **OPTIONS, lse_mode="basee")
+    close(wrapper.run_return_lse(*batch.parts())[1], batch.lse)
 
 
 def test_lengths_that_change_later_do_not_matter() -> None:
@@ -246,6 +253,23 @@ def test_a_view_may_span_more_than_a_kernel_can_address(monkeypatch: pytest.Monk
     wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)  # whose kernel addresses less
     with pytest.raises(RunError, match=f"K spans .* reads at most {most}"):
         wrapper.run(query=batch.q, kv_cache=longer)
+
+
+def test_scales_of_tokens_are_for_the_pages_of_the_run() -> None:
+    """A wrapper serves caches of several sizes."""
+    batch, wrapper = Batch(), wrapper_of()
+    options = SIZES | OPTIONS | {"q_data_type": torch.bfloat16, "kv_data_type": torch.float8_e4m3fn}
+    wrapper.plan(metadata=batch.csr(), **options)
+    pages, small = len(batch.cache), batch.cache.to(torch.float8_e4m3fn)
+    large = torch.cat([small.view(torch.uint8)] * 2).view(torch.float8_e4m3fn)
+    found = []
+    for cache in (small, large, small):
+        scales = torch.full((len(cache), PAGE, 4), 0.5)
+        found.append(wrapper.run(query=batch.q.bfloat16(), kv_cache=cache, ckv_scale_arr=scales))
+        other = torch.ones(3 * pages - len(cache), PAGE, 4)
+        with pytest.raises(RunError, match="ckv_scale_arr has shape"):
+            wrapper.run(query=batch.q.bfloat16(), kv_cache=cache, ckv_scale_arr=other)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_refused_scales_and_rows() -> None:

@@ -134,6 +134,24 @@ def test_the_kernel_on_the_host(form: str) -> None:
         ({"ckv_scale": 0.0}, "ckv_scale=0.0: pass a positive number"),
         ({"ckv_scale": 1.0, "ckv_scale_arr": torch.ones(PAGES, PAGE, 4)}, "both given"),
         ({"ckv_scale_arr": torch.ones(PAGES, PAGE, 3)}, "ckv_scale_arr has shape"),
+        (
+            {
+                "append_ckv": torch.ones(TOKENS, 448),
+                "append_kpe": torch.ones(TOKENS, 64),
+                "ckv_cache": torch.zeros(PAGES, PAGE, 448, dtype=torch.float8_e4m3fn),
+                "ckv_scale_arr": torch.ones(PAGES, PAGE, 3),
+            },
+            "ckv_scale_arr with 448 columns",
+        ),
+        (
+            {
+                "append_kpe": None,
+                "kpe_cache": None,
+                "ckv_cache": torch.zeros(PAGES, PAGE, 592, dtype=torch.uint8)[..., :584],
+                "kv_row_format": "deepseek_v4",
+            },
+            "ckv_cache has tokens 592 bytes apart",
+        ),
         ({"kv_row_format": "deepseek_v32"}, "with 656 columns"),
         (dict.fromkeys(("append_ckv", "append_kpe"), ROWS) | dict.fromkeys(("ckv_cache", "kpe_cache"), CACHE), "two"),
         ({"append_ckv": torch.ones(TOKENS, 512, dtype=torch.float64)}, "float64"),
@@ -150,3 +168,17 @@ def test_refused(change: dict[str, Any], says: str) -> None:
     given = dict(zip((*names, "kv_indptr", "kv_last_page_len"), values, strict=True))
     with pytest.raises(RunError, match=says):
         flashpage.append_paged_mla_kv_cache(**(given | change))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("none", [True, False], ids=("None", "no columns"))
+def test_rows_without_a_tail(dtype: torch.dtype, none: bool) -> None:
+    """None and a tensor without columns say the same."""
+    rows, places = torch.randn(3, 512).to(torch.bfloat16), torch.arange(3, dtype=torch.int32)
+    cache = torch.zeros(2, 2, 512).to(dtype)
+    lists = (torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32))
+    tails = (None, None) if none else (rows[:, :0], cache[..., :0])
+    flashpage.append_paged_mla_kv_cache(
+        rows, tails[0], torch.zeros_like(places), places, cache, tails[1], *lists, torch.tensor([1], dtype=torch.int32)
+    )
+    assert torch.equal(cache[[1, 1, 0], [0, 1, 0]].float(), rows.to(dtype).float())

@@ -85,8 +85,22 @@ def test_graph_plans_keep_their_rows(tensors: Any) -> None:
     wrapper.plan(lists, **OPTIONS)
     wrapper.plan(lists, torch.tensor([3, 3, 3]), **OPTIONS)
     close(wrapper.run(query=q, kv_cache=cache), exact(q, cache, lists[:, :3]))
-    with pytest.raises(PlanError, match="rows|requests"):
+    with pytest.raises(PlanError, match="captured runs read"):
         wrapper.plan(lists[:2], **OPTIONS)
+
+
+def test_captured_runs_read_the_lists_of_later_plans(tensors: Any) -> None:
+    """Their launches hold the address of the first plan's lists, which may be gone by then."""
+    q, cache, lists = tensors
+    wrapper, other = made(use_cuda_graph=True, num_rows=ROWS), lists.flip(0).contiguous()
+    wrapper.plan(lists.clone(), **OPTIONS)
+    wrapper.run(query=q, kv_cache=cache)
+    address = wrapper._attention._local.bound.params.kv_indices
+    wrapper.plan(other, **OPTIONS)
+    close(wrapper.run(query=q, kv_cache=cache), exact(q, cache, other))
+    assert wrapper._attention._local.bound.params.kv_indices == address != other.data_ptr()
+    with pytest.raises(PlanError, match=r"indices has shape \(3, 8\) but captured runs read \(3, 10\)"):
+        wrapper.plan(lists[:, :8].contiguous(), **OPTIONS)
 
 
 @pytest.mark.parametrize(

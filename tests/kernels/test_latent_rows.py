@@ -37,6 +37,11 @@ CASES = [
     ("A100", latent_case("v4", "rows of 584 bytes", (2,), (40,), row_format="deepseek_v4", head_dim=512, causal=True)),
     ("A100", latent_case("selected", "lists with gaps", (2, 3), (40, 30), selected="padded", sinks=True)),
     ("A10", latent_case("tokens", "scales of tokens, fp16", (1,), (70,), row_format="tokens", **_E4M3, **_MISTRAL)),
+    (
+        "A100",
+        latent_case("one-scale", "a token", (1,), (70,), row_format="tokens", head_dim=192, head_dim_vo=128, **_E4M3),
+    ),
+    ("A100", latent_case("three", "scales", (2,), (40,), row_format="tokens", head_dim=448, head_dim_vo=384, **_E4M3)),
     ("A10", latent_case("numbers", "scales of all tokens", (1,), (40,), row_format="numbers", **_E4M3, **_MISTRAL)),
     ("A10", latent_case("tensors", "the same in memory", (1,), (40,), row_format="tensors", **_E4M3, **_MISTRAL)),
 ]

@@ -135,6 +135,8 @@ def flash_mla_with_kvcache(
             names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
             extra = _cache(extra_k_cache, "extra_k_cache")
             lists.append(sparse.lists_of(extra, extra_indices_in_kvcache, extra_topk_length, (batch, rows), names))
+        elif extra_topk_length is not None:
+            raise RunError("extra_topk_length without extra_k_cache: pass the cache and its lists, or None.")
         chosen = sparse.SparseCall(q.flatten(0, 1), head_dim_v, scale, tile_scheduler_metadata.step)
         found = _unflattened(*sparse.attend(chosen, lists, attn_sink), batch, rows)
         tile_scheduler_metadata.first_used(config)

@@ -10,6 +10,7 @@ import torch
 
 from ...base import checks
 from ...base.errors import RunError
+from ...base.memory import is_capturing
 from ...plan.lengths import Lengths
 from ...plan.page_indices import NO_PAGES
 from ...run.checks import NO_SCALES, Tensors
@@ -69,7 +70,8 @@ class SparseCall(NamedTuple):
         lens = lists.lengths
         if lens is None:
             lens = torch.full((rows,), topk, dtype=torch.int32, device=lists.indices.device)
-        key = None if self.key is None or lists.lengths is not None else (self.key, rows, topk)
+        captures = is_capturing(lists.indices.device)  # a graph makes its own plan
+        key = None if self.key is None or lists.lengths is not None else (self.key, rows, topk, captures)
         if lens.is_cpu:
             starts = torch.arange(rows + 1, device="cpu") * topk
             found = plan.on_host(key, lambda: (Lengths(None, starts, None, lens), NO_PAGES))

@@ -75,7 +75,8 @@ class FlashpageLatentBackend(FlashpageBackend):
             q = joined((q, q_rope.view(len(q), heads, -1)))
         out = q.new_empty(len(q), heads, self._ckv)
         cache: Any = self._cache(layer)[0].squeeze(2)  # [pages, page, columns]: K and V are one row
-        return self._run(group, options, LayerTensors(q, None, None, cache, out, NO_SCALES, None))
+        sinks = None if sinks is None else sinks.float()
+        return self._run(group, options, LayerTensors(q, None, None, cache, out, NO_SCALES, sinks))
 
     forward_extend = forward_decode
 

@@ -22,6 +22,10 @@ def _fp8_rows() -> list[Case]:
         latent_case("fp8-numbers", "a scale of each part", *batch, row_format="numbers", causal=True, **e4m3),
         latent_case("fp8-tensors", "scales on the device", *batch, row_format="tensors", cache="gapped", **e4m3),
         latent_case("fp8-tokens", "scales of tokens", *batch, row_format="tokens", cache="interleaved", **e4m3),
+        latent_case(
+            "fp8-one-scale", "a scale a token", *batch, row_format="tokens", head_dim=192, head_dim_vo=128, **e4m3
+        ),
+        latent_case("fp8-three", "three scales", *batch, row_format="tokens", head_dim=448, head_dim_vo=384, **e4m3),
         latent_case("fp8-fp16", "Mistral's rows under fp16", *batch, row_format="tokens", **fp16, **e4m3),
         latent_case("v32", "rows of 656 bytes", *batch, row_format="deepseek_v32", num_q_heads=40, causal=True),
         latent_case("v32-gapped", "with gaps", *batch, row_format="deepseek_v32", cache="gapped", sinks=True),

@@ -14,7 +14,7 @@ template <int bytes, int tokens, int threads, class Place>
 FP_DEVICE void copy_latent_part(const u8* const (&from)[tokens], const bool (&exists)[tokens], int thread,
                                 Place&& place) {
   if constexpr (bytes > 0) {
-    constexpr int chunk = bytes % 16 ? 8 : 16, chunks = bytes / chunk;
+    constexpr int chunk = bytes % 8 ? 4 : bytes % 16 ? 8 : 16, chunks = bytes / chunk;
     static_assert(bytes % chunk == 0);
 #pragma unroll 4
     for (int i = thread; i < tokens * chunks; i += threads) {
