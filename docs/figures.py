@@ -112,8 +112,15 @@ def card_table(lines: list[Line]) -> str:
 
 
 def host_table(lines: list[Line]) -> str:
-    rows = [[x["case"], x["batch"], f"{x['us']['flashpage']:.1f}", x["must"], x["goal"] or ""] for x in lines]
-    return table(["what", "batch", "us", "must", "goal"], rows)
+    """Host times with their targets, and FlashInfer's times if any line has them."""
+    has_peer, rows = any("flashinfer" in line["us"] for line in lines), []
+    for line in lines:
+        own, peer = line["us"]["flashpage"], line["us"].get("flashinfer")
+        cells = [f"{peer:.1f}", f"{peer / own:.2f}"] if peer else ["", ""]
+        targets = [line["must"], line["goal"] or ""]
+        rows.append([line["case"], line["batch"], f"{own:.1f}", *(cells if has_peer else []), *targets])
+    peer_header = ["FlashInfer us", "FlashInfer / flashpage"] if has_peer else []
+    return table(["what", "batch", "us", *peer_header, "must", "goal"], rows)
 
 
 def energy_table(lines: list[Line]) -> str:

@@ -68,6 +68,18 @@ def test_charts_and_tables_say_the_figures() -> None:
     assert "4,000" in words["bandwidth.svg"] and "2.5 us" in words["host.svg"]
 
 
+def test_host_times_have_the_peers_column_if_a_line_has_it() -> None:
+    common = {"batch": 1, "must": 9, "goal": None}
+    lines = [
+        line("host", "plan, decode", **common, us={"flashpage": 8.0}),
+        line("host", "run, decode", **common, us={"flashpage": 4.0, "flashinfer": 30.0}),
+    ]
+    rows = figures().host_table(lines).splitlines()
+    assert rows[0] == "| what | batch | us | FlashInfer us | FlashInfer / flashpage | must | goal |"
+    assert rows[2:] == ["| plan, decode | 1 | 8.0 |  |  | 9 |  |", "| run, decode | 1 | 4.0 | 30.0 | 7.50 | 9 |  |"]
+    assert figures().host_table(lines[:1]).splitlines()[0] == "| what | batch | us | must | goal |"
+
+
 def test_a_later_run_replaces_an_earlier_one(tmp_path: Path) -> None:
     module = figures()
     module.HERE = tmp_path
