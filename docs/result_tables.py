@@ -16,6 +16,7 @@ TITLES = {  # sections in the order of the page
     "more-prefill": "Prefill and append, other shapes",
     "options": "Options that models need",
     "fp8-prefill": "Prefill with e4m3 queries, keys and values",
+    "mixed": "Decodes and prompts in one call",
     "formats": "Caches of 4 and 8 bits",
     "mla": "Latent rows (MLA)",
     "sparse": "Latent rows of 656 bytes, by lists of tokens and by pages",
@@ -79,11 +80,7 @@ def card_table(lines: list[Line]) -> str:
         rows.append([line["case"], own, rate, *times, ratio, *errors])
     header = ["case", "flashpage us", unit, *(f"{name(p)} us" for p in peers), "best peer / flashpage"]
     header += ["error", "best peer's"]
-    text = table(header, rows)
-    if ratios := [line["ratio"] for line in lines if line["ratio"]]:
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        text += f"\n\nGeometric mean of the ratios {mean:.3f}, lowest {min(ratios):.3f}."
-    return text
+    return table(header, rows) + mean_of(lines)
 
 
 def host_table(lines: list[Line]) -> str:
@@ -96,6 +93,39 @@ def host_table(lines: list[Line]) -> str:
         rows.append([line["case"], line["batch"], f"{own:.1f}", *(cells if has_peer else []), *targets])
     peer_header = ["FlashInfer us", "FlashInfer / flashpage"] if has_peer else []
     return table(["what", "batch", "us", *peer_header, "must", "goal"], rows)
+
+
+def mixed_table(lines: list[Line]) -> str:
+    """Times of one call for both parts, next to the fastest peer's call of each part."""
+    rows = []
+    for line in lines:
+        us = line["us"]
+        times = [f"{us[who]:,.1f}" if who in us else "" for who in ("flashpage", "peers")]
+        ratio = f"{line['ratio']:.3f}" if line["ratio"] else ""
+        peers = []
+        for part in ("decodes", "prompts"):
+            label = line["best"][part]
+            library, comma, form = label.partition(", ")
+            peers.append(f"{name(library)}{comma}{form} {line['parts'][part][label]:,.1f}" if label else "")
+        errors = [f"{line['errors'][who]:.1e}" if who in line["errors"] else "" for who in ("flashpage", "peers")]
+        rows.append([line["case"], times[0], *peers, times[1], ratio, line["must"], *errors])
+    words = [
+        "A step has decodes and prompts, or chunks of prompts: flashpage computes them in one call.",
+        "The peers in order are the fastest peer's call for the decodes and that for the prompts, one after the other.",
+        "Peers may have prompts without earlier context as contiguous tensors; flashpage reads pages.",
+    ]
+    header = ["step", "flashpage us", "decodes' best peer us", "prompts' best peer us", "peers in order us"]
+    header += ["peers / flashpage", "must", "error", "peers'"]
+    return f"{' '.join(words)}\n\n{table(header, rows)}{mean_of(lines)}"
+
+
+def mean_of(lines: list[Line]) -> str:
+    """The sentence on the ratios of all lines."""
+    ratios = [line["ratio"] for line in lines if line["ratio"]]
+    if not ratios:
+        return ""
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"\n\nGeometric mean of the ratios {mean:.3f}, lowest {min(ratios):.3f}."
 
 
 def energy_table(lines: list[Line]) -> str:
@@ -174,6 +204,7 @@ def shares_table(lines: list[Line], of: str, words: str) -> str:
 
 
 TABLES = {  # of other sections: card_table
+    "mixed": mixed_table,
     "formats": formats_table,
     "sparse": sparse_table,
     "energy": energy_table,

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 SMALL = ("--small", "--device", "cpu", "--libraries", "flashpage", "--repeats", "1")
+MIXED = ("--small", "--device", "cpu", "--repeats", "1", "--rounds", "1")
 PROGRAMS = [  # program and arguments, and a line that it prints
     (("host.py", "--device", "cpu", "--repeats", "3"), "| run, prefill, out= given | 1 |"),
     (("gpu.py", "decode", "--only", "Zipf", *SMALL), "| batch 64, context 4k, Zipf | flashpage |"),
@@ -33,6 +34,11 @@ PROGRAMS = [  # program and arguments, and a line that it prints
     (("plan_arithmetic.py", "--rounds", "1", "--largest", "0"), "| prefill, 1,024 rows | 64 |"),
     (("small_pages.py", "--only", "4 x 4k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 4k |"),
     (("formats.py", "--only", "8 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| prefill, 8 x 1k |"),
+    (
+        ("mixed.py", "--only", "1 x 512", *MIXED, "--decodes", "flashpage", "--prompts", "flashpage"),
+        "| 1 x 512, 256 decodes of 1k | flashpage, ",
+    ),
+    (("mixed.py", "--only", "chunk of", "--ways", *MIXED), "| chunk of 2k on 16k, 64 decodes of 4k | as planned |"),
     (("cluster.py", "--only", "4 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 1k |"),
     (
         ("engine.py", "--small", "--device", "cpu", "--requests", "4", "--prompt", "40", "--new-tokens", "8"),
@@ -55,7 +61,7 @@ def test_runs(arguments: tuple[str, ...], line: str) -> None:
     done = programs.run([BENCH / arguments[0], *arguments[1:]], env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     row = next(found for found in done.stdout.splitlines() if found.startswith(line))
-    if arguments[0] in ("gpu.py", "cascade.py", "parallel.py", "engine.py"):
+    if arguments[0] in ("gpu.py", "cascade.py", "parallel.py", "engine.py") or "--prompts" in arguments:
         assert float(row.split("|")[-2]) < 1e-2  # the error against fp32, or the engine's wrong tokens
 
 

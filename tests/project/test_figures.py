@@ -81,6 +81,23 @@ def test_host_times_have_the_peers_column_if_a_line_has_it() -> None:
     assert figures().TABLES["host"](lines[:1]).splitlines()[0] == "| what | batch | us | must | goal |"
 
 
+def test_a_step_has_the_fastest_peer_of_each_part() -> None:
+    own = line(
+        "mixed",
+        "1 x 4k, 128 decodes of 8k",
+        us={"flashpage": 1000.0, "peers": 1350.0},
+        parts={"decodes": {"flashinfer fa2": 1100.0}, "prompts": {"fa3": 260.0, "torch cudnn, contiguous": 250.0}},
+        best={"decodes": "flashinfer fa2", "prompts": "torch cudnn, contiguous"},
+        errors={"flashpage": 0.002, "peers": 0.003},
+        ratio=1.35,
+        must=1.35,
+    )
+    text = figures().TABLES["mixed"]([own])
+    cells = "FlashInfer 1,100.0 | cuDNN, contiguous 250.0 | 1,350.0 | 1.350 | 1.35 | 2.0e-03 | 3.0e-03 |"
+    assert f"| 1 x 4k, 128 decodes of 8k | 1,000.0 | {cells}" in text
+    assert text.endswith("Geometric mean of the ratios 1.350, lowest 1.350.")
+
+
 def test_a_later_run_replaces_an_earlier_one(tmp_path: Path) -> None:
     module = figures()
     module.HERE = tmp_path
