@@ -36,6 +36,7 @@ NAMES = {
     "fa3": "FA3",
     "fa3 scheduled": "FA3 scheduled",
     "torch cudnn": "cuDNN",
+    "cudnn fp8": "cuDNN fp8",
     "flashmla": "FlashMLA",
 }
 
