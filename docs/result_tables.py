@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Iterable
 from typing import Any
+
+from sweep_causes import cause
 
 Line = dict[str, Any]
 
@@ -18,6 +20,7 @@ TITLES = {  # sections in the order of the page
     "options": "Options that models need",
     "fp8-kv": "Decode over fp8 keys and values with bf16 queries",
     "fp8-prefill": "Prefill with e4m3 queries, keys and values",
+    "sweep": "Drawn cases",
     "mixed": "Decodes and prompts in one call",
     "formats": "Caches of 4 and 8 bits",
     "mla": "Latent rows (MLA)",
@@ -56,7 +59,7 @@ def origin(lines: list[Line]) -> str:
     runs = {(line["date"], line["commit"], line["command"]) for line in lines}
     texts = [f"{date}, commit {commit}, `{command}`" for date, commit, command in sorted(runs)]
     versions = {f"{key} {value}" for line in lines for key, value in line["versions"].items()}
-    clocks = [line["clocks"] for line in lines if line["clocks"]]
+    clocks = [line["clocks"] for line in lines if line.get("clocks")]
     text = f"{lines[0]['machine']}; {'; '.join(texts)}. Versions: {', '.join(sorted(versions))}."
     if clocks:
         spans = [
@@ -98,6 +101,42 @@ def host_table(lines: list[Line]) -> str:
     return table(["what", "batch", "us", *peer_header, "must", "goal"], rows)
 
 
+ENOUGH = 1.02  # ratio that a drawn case should reach
+
+
+def sweep_table(lines: list[Line]) -> str:
+    """A summary by the best peer, and the cases behind."""
+    compared = [line for line in lines if line["ratio"]]
+    groups = {name(peer): [x for x in compared if x["best_peer"] == peer] for peer in best_peers(compared)}
+    summary = []
+    for label, group in (groups | {"all": compared}).items():
+        ratios = [line["ratio"] for line in group]
+        below = [sum(ratio < limit for ratio in ratios) for limit in (1, ENOUGH)]
+        shares = [f"{count} ({count / len(ratios):.1%})" for count in below]
+        summary.append([label, len(ratios), f"{mean_ratio(group):.3f}", *shares])
+    rows = []
+    for line in sorted(compared, key=lambda line: line["ratio"]):
+        if line["ratio"] < ENOUGH:
+            peer = line["best_peer"]
+            times = [f"{line['us']['flashpage']:,.1f}", f"{name(peer)} {line['us'][peer]:,.1f}"]
+            rows.append([line["case"], *times, f"{line['ratio']:.3f}", cause(line)])
+    header = ["best peer", "cases", "geometric mean of best peer / flashpage", "below 1.00", f"below {ENOUGH}"]
+    words = [
+        f"{len(lines)} cases were drawn, {len(compared)} of which a peer computes as well.",
+        f"Below are those in which the best peer takes less than {ENOUGH} of flashpage's time.",
+        "The last column is a cause that [tries](tried.md) name for cases of its kind.",
+        "It was not measured for each case.",
+    ]
+    behind = table(["case", "flashpage us", "best peer us", "best peer / flashpage", "why"], rows)
+    return f"{table(header, summary)}\n\n{' '.join(words)}\n\n{behind}"
+
+
+def best_peers(lines: list[Line]) -> list[str]:
+    """The peer that is best most often comes first."""
+    labels = [line["best_peer"] for line in lines]
+    return sorted(set(labels), key=lambda label: (-labels.count(label), label))
+
+
 def mixed_table(lines: list[Line]) -> str:
     """Times of one call for both parts, next to the fastest peer's call of each part."""
     rows = []
@@ -122,13 +161,18 @@ def mixed_table(lines: list[Line]) -> str:
     return f"{' '.join(words)}\n\n{table(header, rows)}{mean_of(lines)}"
 
 
+def mean_ratio(lines: list[Line]) -> float:
+    """Geometric mean."""
+    return statistics.geometric_mean(line["ratio"] for line in lines)
+
+
 def mean_of(lines: list[Line]) -> str:
-    """The sentence on the ratios of all lines."""
-    ratios = [line["ratio"] for line in lines if line["ratio"]]
-    if not ratios:
+    """The sentence on the ratios of all lines, after a table."""
+    lines = [line for line in lines if line["ratio"]]
+    if not lines:
         return ""
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return f"\n\nGeometric mean of the ratios {mean:.3f}, lowest {min(ratios):.3f}."
+    lowest = min(line["ratio"] for line in lines)
+    return f"\n\nGeometric mean of the ratios {mean_ratio(lines):.3f}, lowest {lowest:.3f}."
 
 
 def energy_table(lines: list[Line]) -> str:
@@ -207,6 +251,7 @@ def shares_table(lines: list[Line], of: str, words: str) -> str:
 
 
 TABLES = {  # of other sections: card_table
+    "sweep": sweep_table,
     "mixed": mixed_table,
     "formats": formats_table,
     "sparse": sparse_table,
