@@ -19,7 +19,20 @@ import torch
 from latent_peers import LATENT_PEERS, LatentBatch
 from peers import PEERS, Batch, Call, installed
 from record import Recorder
-from workloads import CONTEXTS, DECODE, FP8_PREFILL, MLA, MORE_DECODE, MORE_PREFILL, OPTIONS, PREFILL, Case, LatentCase
+from workloads import (
+    CONTEXTS,
+    DECODE,
+    FP8_KV,
+    FP8_PREFILL,
+    MLA,
+    MORE_DECODE,
+    MORE_PREFILL,
+    OPTIONS,
+    PREFILL,
+    SMALL_PREFILL,
+    Case,
+    LatentCase,
+)
 
 Key = TypeVar("Key")
 SECTIONS: dict[str, Sequence[Case]] = {
@@ -28,7 +41,9 @@ SECTIONS: dict[str, Sequence[Case]] = {
     "contexts": CONTEXTS,
     "prefill": PREFILL,
     "more-prefill": MORE_PREFILL,
+    "small-prefill": SMALL_PREFILL,
     "options": OPTIONS,
+    "fp8-kv": FP8_KV,
     "fp8-prefill": FP8_PREFILL,
     "mla": MLA,
 }

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from cudnn_fp8 import fp8_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -117,14 +118,24 @@ def sm80_call(batch: Batch) -> Call:
         return wrapper_call("flashpage", batch)
 
 
+def is_rectangular(batch: Batch) -> bool:
+    """Whether it is a ragged prefill of equal lengths without other options than the causal mask."""
+    case = batch.case
+    is_equal = len(set(batch.q_lens)) == 1 and batch.q_lens == batch.kv_lens
+    return is_equal and not case.page_size and case.window_left < 0 and not case.soft_cap
+
+
+def by_request(batch: Batch) -> tuple[Tensor, ...]:
+    """q, k and v of equal lengths as [batch, tokens, heads, head_dim]."""
+    return tuple(x.view(batch.case.batch, -1, *x.shape[1:]) for x in (batch.q, batch.k, batch.v))
+
+
 def torch_call(backend: SDPBackend, batch: Batch) -> Call | None:
     """torch's own attention, for ragged prefills of equal lengths."""
     case = batch.case
-    if case.page_size or len(set(batch.q_lens)) > 1 or batch.q_lens != batch.kv_lens or case.window_left >= 0:
+    if not is_rectangular(batch) or case.q_dtype != torch.bfloat16 or case.kv_dtype != torch.bfloat16:
         return None
-    if case.soft_cap or case.q_dtype != torch.bfloat16:
-        return None
-    q, k, v = (x.view(case.batch, -1, *x.shape[1:]).transpose(1, 2) for x in (batch.q, batch.k, batch.v))
+    q, k, v = (x.transpose(1, 2) for x in by_request(batch))
 
     def call() -> Tensor:
         with sdpa_kernel(backend):
@@ -132,6 +143,15 @@ def torch_call(backend: SDPBackend, batch: Batch) -> Call | None:
         return out.transpose(1, 2).flatten(0, 1)
 
     return call
+
+
+def cudnn_fp8_call(batch: Batch) -> Call | None:
+    """cuDNN's fp8 attention, for ragged prefills of equal lengths."""
+    case = batch.case
+    if not is_rectangular(batch) or {case.q_dtype, case.kv_dtype} != {torch.float8_e4m3fn}:
+        return None
+    call = fp8_attention(*by_request(batch), is_causal=case.causal)
+    return lambda: call().flatten(0, 1)
 
 
 def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
@@ -175,6 +195,7 @@ PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: modul
     "fa3": ("flash_attn_interface", fa3_call),
     "fa3 scheduled": ("flash_attn_interface", lambda batch: fa3_call(batch, is_scheduled=True)),
     "torch cudnn": ("torch", lambda batch: torch_call(SDPBackend.CUDNN_ATTENTION, batch)),
+    "cudnn fp8": ("cudnn", cudnn_fp8_call),
     "torch flash": ("torch", lambda batch: torch_call(SDPBackend.FLASH_ATTENTION, batch)),
 }
 

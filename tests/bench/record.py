@@ -19,7 +19,16 @@ from pathlib import Path
 import torch
 from run import commit, machine
 
-VERSIONS = ("torch", "flashinfer-python", "flash-attn-3", "sgl-flash-mla", "nvidia-cudnn-cu13", "sglang", "vllm")
+VERSIONS = (
+    "torch",
+    "flashinfer-python",
+    "flash-attn-3",
+    "sgl-flash-mla",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-frontend",
+    "sglang",
+    "vllm",
+)
 
 
 def versions() -> dict[str, str]:

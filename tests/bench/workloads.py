@@ -188,6 +188,17 @@ FP8_PREFILL = [  # queries are fp8 too, as FlashAttention-3 takes them
     Case("e4m3, chunk 2048 on 128k, page 16", 1, 2048, 131072, **_E4M3),
 ]
 
+_E4M3_KV: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn}
+
+FP8_KV = [  # queries are bf16
+    *(Case(f"e4m3 KV, d {dim}, 64 x 4k", 64, 1, 4096, head_dim=dim, **_E4M3_KV) for dim in (128, 112, 96, 80, 64)),
+    Case("e5m2 KV, d 128, 64 x 4k", 64, 1, 4096, kv_dtype=torch.float8_e5m2),
+    Case("e4m3 KV, 1 x 32k", 1, 1, 32768, **_E4M3_KV),
+    Case("bf16 KV, 3 x 9k", 3, 1, 9216),
+    Case("e4m3 KV, 3 x 9k", 3, 1, 9216, **_E4M3_KV),
+    Case("e4m3 KV, 8/1 heads, 64 x 8k", 64, 1, 8192, num_q_heads=8, num_kv_heads=1, **_E4M3_KV),
+]
+
 _GROUP = {f"group size {group}, batch 64, context 4k": group for group in (1, 2, 5, 7, 8, 16)}
 _MQA = {"num_q_heads": 128, "num_kv_heads": 1}
 _SIXTEEN: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 1}  # a rank's share of many models
@@ -244,6 +255,13 @@ MORE_PREFILL = [  # other shapes, so that nothing is tuned to the table above al
     Case("chunk 2048 on 128k, page 16", 1, 2048, 131072),
     Case("1k rows on 3k shared before, page 16, 16 requests", 16, 1024, 4096),
     *(Case(f"d {dim}, ragged 1 x 8k", head_dim=dim, num_q_heads=16, num_kv_heads=4, **_RAGGED_8K) for dim in _DIMS),
+]
+
+_SMALL = ((1, 128), (4, 128), (8, 128), (32, 128), (2, 256), (1, 512), (8, 512))  # prompts, and rows of each
+
+SMALL_PREFILL = [  # so few rows that a call's fixed costs count
+    *(Case(f"ragged {batch} x {rows}", batch, rows, rows, page_size=0) for batch, rows in _SMALL),
+    *(Case(f"page 16, {batch} x {rows}", batch, rows, rows) for batch, rows in ((1, 128), (4, 128), (8, 512))),
 ]
 
 _FOUR_4K: dict[str, Any] = {"batch": 4, "q_len": 4096, "kv_len": 4096, "page_size": 0}

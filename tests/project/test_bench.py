@@ -18,12 +18,15 @@ pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 SMALL = ("--small", "--device", "cpu", "--libraries", "flashpage", "--repeats", "1")
+MIXED = ("--small", "--device", "cpu", "--repeats", "1", "--rounds", "1")
 PROGRAMS = [  # program and arguments, and a line that it prints
     (("host.py", "--device", "cpu", "--repeats", "3"), "| run, prefill, out= given | 1 |"),
     (("gpu.py", "decode", "--only", "Zipf", *SMALL), "| batch 64, context 4k, Zipf | flashpage |"),
     (("gpu.py", "more-decode", "--only", "chat", *SMALL), "| batch 256, chat | flashpage |"),
     (("gpu.py", "prefill", "--only", "16 x 1k", *SMALL), "| ragged 16 x 1k | flashpage |"),
     (("gpu.py", "fp8-prefill", "--only", "4 x 4k", *SMALL), "| e4m3, page 16, 4 x 4k | flashpage |"),
+    (("gpu.py", "small-prefill", "--only", "16, 8 x 512", *SMALL), "| page 16, 8 x 512 | flashpage |"),
+    (("gpu.py", "fp8-kv", "--only", "e4m3 KV, 1 x", *SMALL), "| e4m3 KV, 1 x 32k | flashpage |"),
     (("gpu.py", "mla", "--only", "16 heads, batch 16", *SMALL), "| 16 heads, batch 16, context 2k | flashpage |"),
     (("gpu.py", "prefill", "--only", "append 8", *SMALL), "| append 8 rows on 8k, 32 requests | flashpage |"),
     (("sweep.py", "--only", "1.036", "--json", os.devnull, *SMALL), "1.036 decode"),
@@ -33,6 +36,11 @@ PROGRAMS = [  # program and arguments, and a line that it prints
     (("plan_arithmetic.py", "--rounds", "1", "--largest", "0"), "| prefill, 1,024 rows | 64 |"),
     (("small_pages.py", "--only", "4 x 4k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 4k |"),
     (("formats.py", "--only", "8 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| prefill, 8 x 1k |"),
+    (
+        ("mixed.py", "--only", "1 x 512", *MIXED, "--decodes", "flashpage", "--prompts", "flashpage"),
+        "| 1 x 512, 256 decodes of 1k | flashpage, ",
+    ),
+    (("mixed.py", "--only", "chunk of", "--ways", *MIXED), "| chunk of 2k on 16k, 64 decodes of 4k | as planned |"),
     (("cluster.py", "--only", "4 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 1k |"),
     (
         ("engine.py", "--small", "--device", "cpu", "--requests", "4", "--prompt", "40", "--new-tokens", "8"),
@@ -55,7 +63,7 @@ def test_runs(arguments: tuple[str, ...], line: str) -> None:
     done = programs.run([BENCH / arguments[0], *arguments[1:]], env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     row = next(found for found in done.stdout.splitlines() if found.startswith(line))
-    if arguments[0] in ("gpu.py", "cascade.py", "parallel.py", "engine.py"):
+    if arguments[0] in ("gpu.py", "cascade.py", "parallel.py", "engine.py") or "--prompts" in arguments:
         assert float(row.split("|")[-2]) < 1e-2  # the error against fp32, or the engine's wrong tokens
 
 

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "docs" / "figures.py"
+sys.path.append(str(PROGRAM.parent))  # it imports its tables and charts from there
 
 
 def figures() -> Any:
@@ -66,6 +67,64 @@ def test_charts_and_tables_say_the_figures() -> None:
     assert "1.10 (FA3)" in words["ratio.svg"] and "0.90 (cuDNN)" in words["ratio.svg"]
     assert "batch 2 <small>" in words["ratio.svg"]
     assert "4,000" in words["bandwidth.svg"] and "2.5 us" in words["host.svg"]
+
+
+def test_host_times_have_the_peers_column_if_a_line_has_it() -> None:
+    common = {"batch": 1, "must": 9, "goal": None}
+    lines = [
+        line("host", "plan, decode", **common, us={"flashpage": 8.0}),
+        line("host", "run, decode", **common, us={"flashpage": 4.0, "flashinfer": 30.0}),
+    ]
+    rows = figures().TABLES["host"](lines).splitlines()
+    assert rows[0] == "| what | batch | us | FlashInfer us | FlashInfer / flashpage | must | goal |"
+    assert rows[2:] == ["| plan, decode | 1 | 8.0 |  |  | 9 |  |", "| run, decode | 1 | 4.0 | 30.0 | 7.50 | 9 |  |"]
+    assert figures().TABLES["host"](lines[:1]).splitlines()[0] == "| what | batch | us | must | goal |"
+
+
+def test_a_step_has_the_fastest_peer_of_each_part() -> None:
+    own = line(
+        "mixed",
+        "1 x 4k, 128 decodes of 8k",
+        us={"flashpage": 1000.0, "peers": 1350.0},
+        parts={"decodes": {"flashinfer fa2": 1100.0}, "prompts": {"fa3": 260.0, "torch cudnn, contiguous": 250.0}},
+        best={"decodes": "flashinfer fa2", "prompts": "torch cudnn, contiguous"},
+        errors={"flashpage": 0.002, "peers": 0.003},
+        ratio=1.35,
+        must=1.35,
+    )
+    text = figures().TABLES["mixed"]([own])
+    cells = "FlashInfer 1,100.0 | cuDNN, contiguous 250.0 | 1,350.0 | 1.350 | 1.35 | 2.0e-03 | 3.0e-03 |"
+    assert f"| 1 x 4k, 128 decodes of 8k | 1,000.0 | {cells}" in text
+    assert text.endswith("Geometric mean of the ratios 1.350, lowest 1.350.")
+
+
+def test_a_sweep_has_a_summary_and_the_cases_behind() -> None:
+    names = {
+        "1.000 decode, b64 c100 one-long, 32/8, d128, page 16": 0.9,
+        "1.001 decode, b2 c9000 one-long, 12/1, d192, page 128": 0.5,
+        "1.002 append 2, b8 c5101 one-long, 128/32, d112, page 1": 1.01,
+        "1.003 prefill, b4 c900 lognormal, 8/8, d64, ragged, cap 50": 0.95,
+        "1.004 prefill, b4 c900 lognormal, 8/8, d64, ragged": 0.99,
+        "1.005 decode, b64 c4096 uniform, 32/8, d128, page 16": 1.2,
+    }
+    lines = [line("sweep", case, ratio=ratio) for case, ratio in names.items()]
+    lines.append(line("sweep", "1.006 decode, b1 c99 uniform, 8/8, d64, page 1", ratio=None, best_peer=""))
+    lines.append(line("sweep", "1.007 prefill, b8 c90 zipf, 8/8, d64, ragged", ratio=2.0, best_peer="torch cudnn"))
+    for found in lines:
+        found.pop("clocks")  # as a sweep of several processes has none
+    text = figures().page(lines)
+    assert (
+        "| FA3 | 6 | 0.895 | 4 (66.7%) | 5 (83.3%) |\n| cuDNN | 1 | 2.000 | 0 (0.0%) | 0 (0.0%) |\n| all | 7 |" in text
+    )
+    assert "8 cases were drawn, 7 of which" in text
+    behind = [row.split(" | ") for row in text.splitlines() if row.startswith("| 1.0")]
+    assert [(row[0][2:7], row[-1].rstrip(" |")) for row in behind] == [
+        ("1.001", "long merges by one CTA"),
+        ("1.000", "short units"),
+        ("1.003", "soft cap"),
+        ("1.004", ""),
+        ("1.002", "skewed rows"),
+    ]
 
 
 def test_a_later_run_replaces_an_earlier_one(tmp_path: Path) -> None:

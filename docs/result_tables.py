@@ -1,0 +1,264 @@
+"""The sections of docs/results.md, and their tables: lines of docs/results/*.jsonl in, Markdown out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from sweep_causes import cause
+
+Line = dict[str, Any]
+
+TITLES = {  # sections in the order of the page
+    "decode": "Decode",
+    "more-decode": "Decode, other shapes",
+    "contexts": "Decode over the context",
+    "prefill": "Prefill and append",
+    "more-prefill": "Prefill and append, other shapes",
+    "small-prefill": "Small prompts",
+    "options": "Options that models need",
+    "fp8-kv": "Decode over fp8 keys and values with bf16 queries",
+    "fp8-prefill": "Prefill with e4m3 queries, keys and values",
+    "sweep": "Drawn cases",
+    "mixed": "Decodes and prompts in one call",
+    "formats": "Caches of 4 and 8 bits",
+    "mla": "Latent rows (MLA)",
+    "sparse": "Latent rows of 656 bytes, by lists of tokens and by pages",
+    "energy": "Energy of long prompts",
+    "host": "Host time of plan and run",
+    "sglang": "SGLang, tokens per second by attention backend",
+    "vllm": "vLLM, tokens per second by attention backend",
+    "parallel": "Decode over a context that lies on several cards",
+    "ranks": "Engines of several ranks next to those of one",
+}
+UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
+NAMES = {
+    "flashinfer fa2": "FlashInfer",
+    "flashinfer fa3": "FlashInfer fa3",
+    "fa3": "FA3",
+    "fa3 scheduled": "FA3 scheduled",
+    "torch cudnn": "cuDNN",
+    "cudnn fp8": "cuDNN fp8",
+    "flashmla": "FlashMLA",
+}
+
+
+def name(label: str) -> str:
+    return NAMES.get(label, label)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def origin(lines: list[Line]) -> str:
+    """The sentence that says where a table's figures come from."""
+    runs = {(line["date"], line["commit"], line["command"]) for line in lines}
+    texts = [f"{date}, commit {commit}, `{command}`" for date, commit, command in sorted(runs)]
+    versions = {f"{key} {value}" for line in lines for key, value in line["versions"].items()}
+    clocks = [line["clocks"] for line in lines if line.get("clocks")]
+    text = f"{lines[0]['machine']}; {'; '.join(texts)}. Versions: {', '.join(sorted(versions))}."
+    if clocks:
+        spans = [
+            f"{min(c[key] for c in clocks):.0f} to {max(c[key] for c in clocks):.0f} {unit}"
+            for key, unit in (("sm_mhz", "MHz"), ("watts", "W"), ("celsius", "degrees Celsius"))
+        ]
+        text += f" The card after each case: {', '.join(spans)}."
+    return text
+
+
+def card_table(lines: list[Line]) -> str:
+    peers = sorted({label for line in lines for label in line["us"] if label != "flashpage"})
+    units = {line["unit"]: UNITS[line["unit"]] for line in lines}
+    unit = next(iter(units.values())) if len(units) == 1 else "rate"
+    rows = []
+    for line in lines:
+        times = [f"{line['us'][peer]:,.1f}" if peer in line["us"] else "" for peer in peers]
+        ratio = f"{line['ratio']:.3f}" if line["ratio"] else ""
+        own = f"{line['us']['flashpage']:,.1f}"
+        errors = [
+            f"{line['errors'][who]:.1e}" if who in line["errors"] else "" for who in ("flashpage", line["best_peer"])
+        ]
+        rate = f"{line['rate']:,.0f}" + ("" if len(units) == 1 else f" {units[line['unit']]}")
+        rows.append([line["case"], own, rate, *times, ratio, *errors])
+    header = ["case", "flashpage us", unit, *(f"{name(p)} us" for p in peers), "best peer / flashpage"]
+    header += ["error", "best peer's"]
+    return table(header, rows) + mean_of(lines)
+
+
+def host_table(lines: list[Line]) -> str:
+    """Host times with their targets, and FlashInfer's times if any line has them."""
+    has_peer, rows = any("flashinfer" in line["us"] for line in lines), []
+    for line in lines:
+        own, peer = line["us"]["flashpage"], line["us"].get("flashinfer")
+        cells = [f"{peer:.1f}", f"{peer / own:.2f}"] if peer else ["", ""]
+        targets = [line["must"], line["goal"] or ""]
+        rows.append([line["case"], line["batch"], f"{own:.1f}", *(cells if has_peer else []), *targets])
+    peer_header = ["FlashInfer us", "FlashInfer / flashpage"] if has_peer else []
+    return table(["what", "batch", "us", *peer_header, "must", "goal"], rows)
+
+
+ENOUGH = 1.02  # ratio that a drawn case should reach
+
+
+def sweep_table(lines: list[Line]) -> str:
+    """A summary by the best peer, and the cases behind."""
+    compared = [line for line in lines if line["ratio"]]
+    groups = {name(peer): [x for x in compared if x["best_peer"] == peer] for peer in best_peers(compared)}
+    summary = []
+    for label, group in (groups | {"all": compared}).items():
+        ratios = [line["ratio"] for line in group]
+        below = [sum(ratio < limit for ratio in ratios) for limit in (1, ENOUGH)]
+        shares = [f"{count} ({count / len(ratios):.1%})" for count in below]
+        summary.append([label, len(ratios), f"{mean_ratio(group):.3f}", *shares])
+    rows = []
+    for line in sorted(compared, key=lambda line: line["ratio"]):
+        if line["ratio"] < ENOUGH:
+            peer = line["best_peer"]
+            times = [f"{line['us']['flashpage']:,.1f}", f"{name(peer)} {line['us'][peer]:,.1f}"]
+            rows.append([line["case"], *times, f"{line['ratio']:.3f}", cause(line)])
+    header = ["best peer", "cases", "geometric mean of best peer / flashpage", "below 1.00", f"below {ENOUGH}"]
+    words = [
+        f"{len(lines)} cases were drawn, {len(compared)} of which a peer computes as well.",
+        f"Below are those in which the best peer takes less than {ENOUGH} of flashpage's time.",
+        "The last column is a cause that [tries](tried.md) name for cases of its kind.",
+        "It was not measured for each case.",
+    ]
+    behind = table(["case", "flashpage us", "best peer us", "best peer / flashpage", "why"], rows)
+    return f"{table(header, summary)}\n\n{' '.join(words)}\n\n{behind}"
+
+
+def best_peers(lines: list[Line]) -> list[str]:
+    """The peer that is best most often comes first."""
+    labels = [line["best_peer"] for line in lines]
+    return sorted(set(labels), key=lambda label: (-labels.count(label), label))
+
+
+def mixed_table(lines: list[Line]) -> str:
+    """Times of one call for both parts, next to the fastest peer's call of each part."""
+    rows = []
+    for line in lines:
+        us = line["us"]
+        times = [f"{us[who]:,.1f}" if who in us else "" for who in ("flashpage", "peers")]
+        ratio = f"{line['ratio']:.3f}" if line["ratio"] else ""
+        peers = []
+        for part in ("decodes", "prompts"):
+            label = line["best"][part]
+            library, comma, form = label.partition(", ")
+            peers.append(f"{name(library)}{comma}{form} {line['parts'][part][label]:,.1f}" if label else "")
+        errors = [f"{line['errors'][who]:.1e}" if who in line["errors"] else "" for who in ("flashpage", "peers")]
+        rows.append([line["case"], times[0], *peers, times[1], ratio, line["must"], *errors])
+    words = [
+        "A step has decodes and prompts, or chunks of prompts: flashpage computes them in one call.",
+        "The peers in order are the fastest peer's call for the decodes and that for the prompts, one after the other.",
+        "Peers may have prompts without earlier context as contiguous tensors; flashpage reads pages.",
+    ]
+    header = ["step", "flashpage us", "decodes' best peer us", "prompts' best peer us", "peers in order us"]
+    header += ["peers / flashpage", "must", "error", "peers'"]
+    return f"{' '.join(words)}\n\n{table(header, rows)}{mean_of(lines)}"
+
+
+def mean_ratio(lines: list[Line]) -> float:
+    """Geometric mean."""
+    return statistics.geometric_mean(line["ratio"] for line in lines)
+
+
+def mean_of(lines: list[Line]) -> str:
+    """The sentence on the ratios of all lines, after a table."""
+    lines = [line for line in lines if line["ratio"]]
+    if not lines:
+        return ""
+    lowest = min(line["ratio"] for line in lines)
+    return f"\n\nGeometric mean of the ratios {mean_ratio(lines):.3f}, lowest {lowest:.3f}."
+
+
+def energy_table(lines: list[Line]) -> str:
+    """Time and energy of a call, next to the peer's."""
+    rows = []
+    for line in lines:
+        own, peer = "flashpage", next(label for label in line["us"] if label != "flashpage")
+        cells = [f"{line[key][who]:{form}}" for key, form in _ENERGY.items() for who in (own, peer)]
+        ratios = [f"{line[key][peer] / line[key][own]:.3f}" for key in ("us", "joules")]
+        rows.append([line["case"], name(peer), *cells, *ratios])
+    columns = [f"{who}{unit}" for unit in ("us", "J", "W", "MHz") for who in ("", "peer's ")]
+    words = "Each library is called for a second in turn, three times; joules are the board's counter (NVML)."
+    header = ["case", "peer", *columns, "peer's time / flashpage's", "peer's energy / flashpage's"]
+    return f"{words}\n\n{table(header, rows)}"
+
+
+_ENERGY = {"us": ",.0f", "joules": ".3f", "watts": ".0f", "sm_mhz": ".0f"}
+
+
+def engine_table(lines: list[Line]) -> str:
+    """Rates of an engine with each attention backend; the ratio is flashpage's to the best other one's."""
+    kinds, rows = ("new_per_s", "decode_per_s", "prefill_per_s"), []
+    for line in lines:
+        figures = line["figures"]
+        for label, own in figures.items():
+            ratios = [own[kind] / max(x[kind] for n, x in figures.items() if n != label) for kind in kinds]
+            words = [f"{ratio:.3f}" if label == "flashpage" else "" for ratio in ratios]
+            cells = [f"{own[kind]:,.0f}" for kind in kinds]
+            rows.append([line["case"], line["ranks"], label, *cells, *words])
+    header = ["trace", "cards", "attention", "new/s", "decode/s", "prefill/s", "ratio", "of decode", "of prefill"]
+    words = "Whole runs of an engine by its host's clock; decode leaves out the time to the first tokens."
+    return f"{words} Ratios are flashpage's rate to that of the best other backend.\n\n{table(header, rows)}"
+
+
+def parallel_table(lines: list[Line]) -> str:
+    """Times of the slowest rank, and of one card with the whole context."""
+    rows = []
+    for line in lines:
+        times = [f"{us:,.1f}" for us in line["us"].values()]
+        rows.append([line["case"], line["ranks"], *times, f"{line['ratio']:.2f}", f"{line['error']:.1e}"])
+    return table(["case", "cards", *(f"{what} us" for what in lines[0]["us"]), "one / spread", "error"], rows)
+
+
+def ranks_table(lines: list[Line]) -> str:
+    """Tokens and log-probabilities of an engine next to those of another."""
+    rows = []
+    for line in lines:
+        logprobs = [f"{line['median']:.4f}", f"{line['most']:.3f}", f"{line['gap']:.3f}" if line["gap"] else ""]
+        rows.append([line["case"], line["ranks"], f"{line['equal']} of {line['prompts']}", *logprobs])
+    words = "Log-probabilities are compared as long as the tokens are equal; the gap is between the best two tokens."
+    header = ["engine", "ranks", "equal prompts", "median difference", "most", "most gap where tokens differ"]
+    return f"{words}\n\n{table(header, rows)}"
+
+
+def formats_table(lines: list[Line]) -> str:
+    more = "; `append` are rows over a cached prefix, `fill` writes"
+    return shares_table(lines, "float8_e4m3fn", f"Microseconds, and in brackets the share of e4m3's{more}.")
+
+
+def sparse_table(lines: list[Line]) -> str:
+    return shares_table(lines, "bf16", "Microseconds, and in brackets the share of bf16's.")
+
+
+def shares_table(lines: list[Line], of: str, words: str) -> str:
+    """Times by format, and their share of one format's."""
+    names = list(dict.fromkeys(name for line in lines for name in line["us"]))
+    rows = []
+    for line in lines:
+        us = line["us"]
+        cells = [f"{us[name]:,.1f}" if name in us else "" for name in names]
+        base = us.get(of)
+        if base is not None:
+            cells = [f"{cell} ({us[name] / base:.2f})" if cell else "" for cell, name in zip(cells, names, strict=True)]
+        rows.append([line["case"], *cells])
+    return f"{words}\n\n{table(['case', *names], rows)}"
+
+
+TABLES = {  # of other sections: card_table
+    "sweep": sweep_table,
+    "mixed": mixed_table,
+    "formats": formats_table,
+    "sparse": sparse_table,
+    "energy": energy_table,
+    "host": host_table,
+    "sglang": engine_table,
+    "vllm": engine_table,
+    "parallel": parallel_table,
+    "ranks": ranks_table,
+}
