@@ -71,17 +71,16 @@ def origin(lines: list[Line]) -> str:
 
 
 def card_table(lines: list[Line]) -> str:
-    peers = sorted({label for line in lines for label in line["us"] if label != "flashpage"})
+    mine = "flashpage" if "flashpage" in lines[0]["us"] else "flashpage sm80"
+    peers = sorted({label for line in lines for label in line["us"] if label != mine})
     units = {line["unit"]: UNITS[line["unit"]] for line in lines}
     unit = next(iter(units.values())) if len(units) == 1 else "rate"
     rows = []
     for line in lines:
         times = [f"{line['us'][peer]:,.1f}" if peer in line["us"] else "" for peer in peers]
         ratio = f"{line['ratio']:.3f}" if line["ratio"] else ""
-        own = f"{line['us']['flashpage']:,.1f}"
-        errors = [
-            f"{line['errors'][who]:.1e}" if who in line["errors"] else "" for who in ("flashpage", line["best_peer"])
-        ]
+        own = f"{line['us'][mine]:,.1f}"
+        errors = [f"{line['errors'][who]:.1e}" if who in line["errors"] else "" for who in (mine, line["best_peer"])]
         rate = f"{line['rate']:,.0f}" + ("" if len(units) == 1 else f" {units[line['unit']]}")
         rows.append([line["case"], own, rate, *times, ratio, *errors])
     header = ["case", "flashpage us", unit, *(f"{name(p)} us" for p in peers), "best peer / flashpage"]

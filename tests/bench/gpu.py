@@ -214,6 +214,8 @@ def main() -> int:
     if unknown := [label for label in libraries if label not in LIBRARIES]:
         parser.error(f"no library {unknown[0]!r}: there are {', '.join(LIBRARIES)}")
     recorder, has_failed = Recorder(arguments.json), False
+    if "flashpage sm80" in libraries and "flashpage" not in libraries:
+        recorder.run["card"] += ", by the kernels for sm_80"
     for section in arguments.sections:
         print(f"\n| {section} | library | time | rate | error |\n| --- | --- | --- | --- | --- |")
         for case in SECTIONS[section]:
