@@ -20,8 +20,9 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_step import Form, Scene, close, run
 
 from flashpage.engines.plugin.group_plans import Use
-from flashpage.engines.vllm.plugin import ranks, register
+from flashpage.engines.vllm.plugin import fusion, ranks, register
 from flashpage.engines.vllm.plugin.builder import FlashpageBuilder
+from flashpage.engines.vllm.plugin.impl import FlashpageImpl
 
 HOPPER, AMPERE, TURING = DeviceCapability(9, 0), DeviceCapability(8, 0), DeviceCapability(7, 5)
 BLACKWELL = DeviceCapability(10, 0)
@@ -85,6 +86,27 @@ def check_answers() -> None:
         with vllm_latent.configured(context_ranks=ranks_of_contexts):
             assert len(backend.validate_configuration(**USUAL | {"has_sliding_window": True})) == count
             assert backend.validate_configuration(**USUAL) == []
+
+
+def check_layers() -> None:
+    """Layers whose rows see later tokens are refused before weights are loaded."""
+    canvas = {"diffusion_config": SimpleNamespace(canvas_length=16)}
+    drafts = {
+        "speculative_config": SimpleNamespace(num_speculative_tokens=8),
+        "attention_config": SimpleNamespace(use_non_causal=True),
+    }
+    for others, window, message in ((canvas, 15, "canvas of 16 tokens"), (drafts, 8, "Draft fewer tokens")):
+        with vllm_latent.configured(others=others), mock.patch.object(fusion, "prepare"):
+            FlashpageImpl(4, 64, 0.1, sliding_window=window + 1)
+            try:
+                FlashpageImpl(4, 64, 0.1, sliding_window=window)
+            except NotImplementedError as error:
+                assert message in str(error), error
+            else:
+                raise AssertionError(f"a window of {window} was not refused")
+    with vllm_latent.configured(context_ranks=2, others=canvas):
+        (reason,) = AttentionBackendEnum.CUSTOM.get_class().validate_configuration(**USUAL)
+    assert "no diffusion models" in reason
 
 
 def check_own_choice() -> None:
@@ -211,6 +233,7 @@ def check_collectives() -> None:
 if __name__ == "__main__":
     check_collectives()
     check_answers()
+    check_layers()
     check_own_choice()
     check_builder()
     check_canvas()
