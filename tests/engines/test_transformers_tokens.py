@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from typing import Any
 
 import pytest
@@ -170,6 +172,36 @@ def test_block_tables_are_kept_for_ours_alone(kind: str) -> None:
         given = transformers.generation.ContinuousBatchingConfig(max_blocks_per_request=32)
         initialization.ensure_decode_fast_path_is_available(config, given, False)
         assert given.max_blocks_per_request == blocks
+
+
+@pytest.mark.parametrize(
+    ("given", "captures_decodes"),
+    [
+        ({}, False),  # transformers' default for names without "flash"
+        ({"q_padding_interval_size": 32}, True),  # transformers takes it for a request to capture all steps
+        ({"use_cuda_graph": True}, True),
+        ({"use_cuda_graph": (False, True)}, True),
+        ({"use_cuda_graph": (True, True)}, True),
+        ({"use_cuda_graph": (True, False)}, False),
+        ({"use_cuda_graph": True, "max_blocks_per_request": 0}, False),
+    ],
+)
+def test_steps_with_prompts_are_not_captured(
+    given: dict[str, Any], captures_decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a card has graphs: a step with prompts could not be captured."""
+    if not hasattr(initialization, "get_accelerator_graph_name"):
+        pytest.skip("this version looks for a card itself")
+    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph")
+    config = transformers.LlamaConfig(num_hidden_layers=1)
+    config._attn_implementation = hf.BATCHING_NAME
+    batching = transformers.generation.ContinuousBatchingConfig(**given)
+    resolve = initialization.resolve_continuous_batching_config
+    device = {"device": torch.device("cpu")} if "device" in inspect.signature(resolve).parameters else {}
+    is_warned = given.get("use_cuda_graph") in ((True, True), (True, False))
+    with pytest.warns(RuntimeWarning, match="without a graph") if is_warned else contextlib.nullcontext():
+        found = resolve(config, batching, None, has_logit_processors=False, **device)
+    assert found.use_cuda_graph == (False, captures_decodes)
 
 
 def test_a_trained_model_in_bfloat16() -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm_step import Form, Scene, close, run
 
-from flashpage import CapabilityError
-from flashpage.engines.plugin.group_plans import GroupPlans, Use
+from flashpage.engines.plugin.group_plans import Use
 from flashpage.engines.plugin.parts import PagedRows, RaggedRows
 from flashpage.engines.plugin.versions import TESTED, warn_if_untested
-from flashpage.engines.vllm.plugin import cascade, causal_flags
+from flashpage.engines.vllm.plugin import cascade
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
 from flashpage.jit import loader
 from flashpage.plan.option_plan import OptionPlan
@@ -170,49 +168,7 @@ def test_plans_again_from_new_lengths(device: str) -> None:
     close(run(step, planner.plans.layers[0], scene.tensors()), scene.expected())
 
 
-# ---------------------------------------------------------------- rows that are not causal
-
-
-def test_cross_attention(device: str) -> None:
-    """Rows of a decoder see all tokens of an encoder; there may be fewer tokens than rows."""
-    scene = Scene(Form(), [4, 1, 9], [60, 33, 17], device)
-    planner = scene.planner()
-    step = planner.plan(scene.common(causal=False))
-    assert step.causal is False and planner.plan(scene.common()).causal is True
-    step = planner.plan(scene.common(causal=False))
-    close(run(step, planner.plans.layers[0], scene.tensors()), scene.expected(causal=False))
-
-
-@pytest.mark.parametrize("sizes", [{}, {"graph_rows": 64, "captures_all": True}], ids=["eager", "captured"])
-def test_causal_requests_next_to_others(sizes: dict[str, Any], device: str) -> None:
-    """As vLLM's diffusion models have them; a second step has other flags, and one row a request needs none."""
-    diffusion = SimpleNamespace(diffusion_config=SimpleNamespace(canvas_length=16))
-    for window, lens in ((None, [4, 1, 9]), (16, [4, 1, 9]), (None, [1, 1, 1])):
-        scene = Scene(Form(window=window), lens, [60, 33, 17], device)
-        layers, full = [scene.form.layer()], scene.sizes(**sizes)
-        flags = causal_flags.flags_of(diffusion, layers, full.max_requests, scene.device)
-        assert flags is not None
-        planner = GroupPlanner(GroupPlans(layers, full, scene.device, mask=flags.variant), None, flags)
-        apart = [scene.expected(causal=is_causal).split(lens) for is_causal in (False, True)]
-        for given in ([1, 0, 0], [0, 1, 1]):
-            common = scene.common(causal=torch.tensor(given, dtype=torch.int32, device=scene.device))  # type: ignore[arg-type]
-            step = planner.plan(common)
-            assert step.causal is False
-            expected = torch.cat([apart[flag][i] for i, flag in enumerate(given)])
-            close(run(step, layers[0], scene.tensors()), expected)
-        assert (Use.DECODE in planner.plans._attentions) == (max(lens) == 1 and not sizes)
-
-
-def test_models_without_causal_flags() -> None:
-    usual, none = Form().layer(), SimpleNamespace(diffusion_config=None)
-    diffusion = SimpleNamespace(diffusion_config=SimpleNamespace(canvas_length=16))
-    for config, layer in (
-        (none, usual),
-        (SimpleNamespace(), usual),
-        (diffusion, Form(window=15).layer()),
-        (diffusion, Form(slopes=(0.5, 0.25, 0.1, 0.05)).layer()),
-    ):
-        assert causal_flags.flags_of(config, [layer], 4, torch.device("cpu")) is None
+# ---------------------------------------------------------------- encoders
 
 
 @pytest.mark.parametrize(
@@ -228,16 +184,6 @@ def test_encoder(form: Form, device: str) -> None:
     step = planner.plan(scene.common(causal=False))
     assert isinstance(step.parts[0], RaggedRows)
     close(run(step, planner.plans.layers[0], scene.tensors()._replace(cache=None)), scene.expected(causal=False))
-
-
-@pytest.mark.parametrize(
-    ("causal", "window", "message"),
-    [(torch.ones(3), None, "causal differs between the requests"), (False, 4, "a request has 9 rows .* window of 4")],
-)
-def test_what_cannot_be_planned(causal: Any, window: int | None, message: str) -> None:
-    scene = Scene(Form(window=window), [4, 1, 9], [60, 33, 17], "cpu")
-    with pytest.raises(CapabilityError, match=message):
-        scene.planner().plan(scene.common(causal=causal))
 
 
 # ---------------------------------------------------------------- a prefix that all requests share

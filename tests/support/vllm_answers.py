@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
+import os
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import vllm_latent
@@ -13,13 +16,16 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_step import Form, Scene, close, run
 
 from flashpage.engines.plugin.group_plans import Use
-from flashpage.engines.vllm.plugin import ranks, register
+from flashpage.engines.vllm.plugin import fusion, ranks, register
 from flashpage.engines.vllm.plugin.builder import FlashpageBuilder
+from flashpage.engines.vllm.plugin.impl import FlashpageImpl
 
 HOPPER, AMPERE, TURING = DeviceCapability(9, 0), DeviceCapability(8, 0), DeviceCapability(7, 5)
+BLACKWELL = DeviceCapability(10, 0)
 USUAL: dict[str, Any] = {
     "head_size": 128,
     "dtype": torch.bfloat16,
@@ -80,6 +86,48 @@ def check_answers() -> None:
         with vllm_latent.configured(context_ranks=ranks_of_contexts):
             assert len(backend.validate_configuration(**USUAL | {"has_sliding_window": True})) == count
             assert backend.validate_configuration(**USUAL) == []
+
+
+def check_layers() -> None:
+    """Layers whose rows see later tokens are refused before weights are loaded."""
+    canvas = {"diffusion_config": SimpleNamespace(canvas_length=16)}
+    drafts = {
+        "speculative_config": SimpleNamespace(num_speculative_tokens=8),
+        "attention_config": SimpleNamespace(use_non_causal=True),
+    }
+    for others, window, message in ((canvas, 15, "canvas of 16 tokens"), (drafts, 8, "Draft fewer tokens")):
+        with vllm_latent.configured(others=others), mock.patch.object(fusion, "prepare"):
+            FlashpageImpl(4, 64, 0.1, sliding_window=window + 1)
+            try:
+                FlashpageImpl(4, 64, 0.1, sliding_window=window)
+            except NotImplementedError as error:
+                assert message in str(error), error
+            else:
+                raise AssertionError(f"a window of {window} was not refused")
+    with vllm_latent.configured(context_ranks=2, others=canvas):
+        (reason,) = AttentionBackendEnum.CUSTOM.get_class().validate_configuration(**USUAL)
+    assert "no diffusion models" in reason
+
+
+def check_own_choice() -> None:
+    """With FLASHPAGE_VLLM=on vLLM's own choice on a card, where no backend is named, is flashpage."""
+    for operators in ("vllm._C", "vllm._C_stable_libtorch"):
+        sys.modules.setdefault(operators, ModuleType(operators))  # those of a card: a choice calls none
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    usual = AttentionSelectorConfig(128, torch.bfloat16, "auto", None)
+    ours = "flashpage.engines.vllm.plugin.backend.InPlaceOf"
+    overrides = "vllm.v1.attention.backends.registry._ATTN_OVERRIDES"
+    with mock.patch.dict(overrides, clear=True), mock.patch.dict(os.environ, FLASHPAGE_VLLM="on"):
+        register()
+        for card, place in ((AMPERE, "FlashAttn"), (HOPPER, "FlashAttn"), (BLACKWELL, "FlashInfer")):
+            for given in (usual, usual._replace(head_size=80, has_sink=True, has_sliding_window=True)):
+                with mock.patch.object(CudaPlatformBase, "get_device_capability", return_value=card):
+                    assert CudaPlatformBase.get_attn_backend_cls(None, given, 32) == ours + place, (card, given)
+    with mock.patch.dict(overrides, clear=True), mock.patch.dict(os.environ, FLASHPAGE_VLLM="off"):
+        register()
+        for name in ("FLASH_ATTN", "FLASHINFER", "CPU_ATTN"):
+            assert not AttentionBackendEnum[name].is_overridden(), name
 
 
 # ---------------------------------------------------------------- the builder
@@ -185,6 +233,8 @@ def check_collectives() -> None:
 if __name__ == "__main__":
     check_collectives()
     check_answers()
+    check_layers()
+    check_own_choice()
     check_builder()
     check_canvas()
     check_ranks()

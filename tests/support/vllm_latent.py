@@ -178,13 +178,20 @@ def check_prompts() -> None:
 
 
 @contextlib.contextmanager
-def configured(use_mla: bool = False, context_ranks: int = 1, hisparse: Any = None, **of_model: Any) -> Iterator[None]:
-    """As while vLLM makes a model of such a configuration."""
-    parallel = SimpleNamespace(decode_context_parallel_size=context_ranks)
-    model = SimpleNamespace(use_mla=use_mla, hf_text_config=SimpleNamespace(**of_model))
-    attention = SimpleNamespace(hisparse_config=hisparse)
-    config = SimpleNamespace(model_config=model, parallel_config=parallel, attention_config=attention)
-    with mock.patch("vllm.config.vllm._current_vllm_config", config):
+def configured(
+    use_mla: bool = False,
+    context_ranks: int = 1,
+    hisparse: Any = None,
+    others: dict[str, Any] | None = None,
+    **of_model: Any,
+) -> Iterator[None]:
+    """As while vLLM makes a model of such a configuration; `others`: its other parts."""
+    parts = {
+        "model_config": SimpleNamespace(use_mla=use_mla, hf_text_config=SimpleNamespace(**of_model)),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=context_ranks),
+        "attention_config": SimpleNamespace(hisparse_config=hisparse),
+    }
+    with mock.patch("vllm.config.vllm._current_vllm_config", SimpleNamespace(**parts | (others or {}))):
         yield
 
 

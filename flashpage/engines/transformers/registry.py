@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import initialization
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
+from ...base.warn import warn
 from .forward import attention, batched_attention
 from .masks import padding_mask
 
@@ -57,10 +58,24 @@ def _choose(original: Callable[..., Any], manager: Any, model: Any, *args: Any, 
 
 
 def _keep_tables(original: Callable[..., Any], config: Any, cb_config: Any, user_requested: bool) -> None:
-    """Gives decode steps block tables, which transformers keeps for names of FlashAttention."""
+    """Gives decode steps block tables, which transformers keeps for names of FlashAttention, and captures no others."""
     if config._attn_implementation != BATCHING_NAME:
         return original(config, cb_config, user_requested)
     kinds = initialization.group_layers_by_attn_type(config)
     if not all(initialization.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds):
         cb_config.max_blocks_per_request = 0
+    _capture_decodes_alone(cb_config)
     return None
+
+
+def _capture_decodes_alone(cb_config: Any) -> None:
+    """Chooses graphs before transformers does, which captures all steps if a size of padding is given."""
+    chosen = cb_config.use_cuda_graph
+    if chosen is None:
+        padding = ("q_padding_interval_size", "kv_padding_interval_size")
+        wants_graphs = any(getattr(cb_config, name) != initialization.FALLBACK_DEFAULTS[name] for name in padding)
+    else:
+        prompts, wants_graphs = cb_config.cuda_graph_booleans
+        if prompts and not isinstance(chosen, bool):
+            warn(f"use_cuda_graph={chosen}: steps with prompts run without a graph, as the host plans their lengths")
+    cb_config.use_cuda_graph = (False, wants_graphs and cb_config.max_blocks_per_request > 0)

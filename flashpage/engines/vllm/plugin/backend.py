@@ -71,10 +71,14 @@ class FlashpageBackend(support.Answers, AttentionBackend):
     @classmethod
     def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
         reasons = super().validate_configuration(*args, **given)
-        if given.get("has_sliding_window") and support.context_ranks() > 1:
-            reasons.append(
-                "flashpage: no sliding window with decode context parallelism, as a rank's tokens are not consecutive"
-            )
+        if support.context_ranks() > 1:
+            if given.get("has_sliding_window"):
+                reasons.append(
+                    "flashpage: no sliding window with decode context parallelism, as a rank's tokens are not "
+                    "consecutive"
+                )
+            if support.has_canvas():
+                reasons.append("flashpage: no diffusion models with decode context parallelism")
         return reasons
 
     @classmethod

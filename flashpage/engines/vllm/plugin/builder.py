@@ -35,7 +35,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         self._impls = [layers[name].impl for name in layer_names]
         workspaces = Workspaces.of(vllm_config)
         options, sizes = [impl.options for impl in self._impls], self._sizes()
-        flags = flags_of(vllm_config, options, sizes.max_requests, device)
+        flags = flags_of(vllm_config, sizes.max_requests, device)
         plans = GroupPlans(options, sizes, device, workspaces, mask=None if flags is None else flags.variant)
         streams = PlanStreams.of(vllm_config, device)
         self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config), flags, streams)

@@ -3,7 +3,6 @@ have them: a mask reads which is which."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,14 +29,33 @@ def canvas_of(config: Any) -> int:
     return 0 if diffusion is None else diffusion.canvas_length or 0
 
 
-def flags_of(
-    config: Any, layers: Sequence[LayerOptions], max_requests: int, device: torch.device
-) -> CausalFlags | None:
-    """The flags of a group of a diffusion model's layers; None: another model, or layers that cannot be served so."""
-    if getattr(config, "diffusion_config", None) is None:
+def flags_of(config: Any, max_requests: int, device: torch.device) -> CausalFlags | None:
+    """The flags of a group of layers; None: the model has no steps that need them."""
+    return None if getattr(config, "diffusion_config", None) is None else CausalFlags(max_requests, device)
+
+
+def refusal(config: Any, layer: LayerOptions, context_ranks: int = 1) -> str | None:
+    """The reason why a layer cannot be served whose rows may see later tokens by vLLM's configuration; None: it can."""
+    if layer.is_encoder:
         return None
-    # Rows that are not causal see all later tokens of their canvas, which a shorter window would hide.
-    longest = canvas_of(config)
-    windows = [layer.values[False].window_left for layer in layers]
-    is_served = all(window < 0 or window + 1 >= longest for window in windows)
-    return CausalFlags(max_requests, device) if is_served and not any(layer.kind.slopes for layer in layers) else None
+    window = layer.values[False].window_left + 1  # 0: all tokens
+    if getattr(config, "diffusion_config", None) is not None:
+        canvas = canvas_of(config)
+        for is_unserved, what in (
+            (bool(layer.kind.slopes), "ALiBi"),
+            (context_ranks > 1, "decode context parallelism"),
+            (0 < window < canvas, f"windows shorter than the canvas of {canvas} tokens (here {window})"),
+        ):
+            if is_unserved:
+                return (
+                    f"flashpage has no {what} in diffusion models, whose steps have causal requests next to others. "
+                    "Choose another attention backend."
+                )
+    drafts = getattr(getattr(config, "speculative_config", None), "num_speculative_tokens", None) or 0
+    sees_later = getattr(getattr(config, "attention_config", None), "use_non_causal", False)
+    if sees_later and 0 < window <= drafts:
+        return (
+            f"flashpage: with {drafts} drafts a request has {drafts + 1} rows that see later tokens too, some of which "
+            f"a window of {window} tokens would hide. Draft fewer tokens."
+        )
+    return None

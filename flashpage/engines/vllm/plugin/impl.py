@@ -13,7 +13,7 @@ from ....run.checks import NO_SCALES
 from ...plugin.layers import LayerOptions
 from ...plugin.parts import LayerTensors
 from .. import cache_layout, rotate
-from . import cache, fusion
+from . import cache, causal_flags, fusion
 from .step import Step
 
 
@@ -58,7 +58,11 @@ class FlashpageImpl(AttentionImpl):
             soft_cap=logits_soft_cap,
             is_encoder=self.is_encoder,
         )
-        fusion.prepare(get_current_vllm_config())
+        config = get_current_vllm_config()
+        refused = causal_flags.refusal(config, self.options, self.dcp_world_size)
+        if refused is not None:
+            raise NotImplementedError(refused)
+        fusion.prepare(config)
         self._is_fp8 = kv_cache_dtype in cache_layout.FP8
         self._halves: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
 

@@ -136,10 +136,9 @@ class GroupPlanner:
 
     def _flagged(self, use: Use, common: Any, requests: int, end: int) -> PagedRows:
         """All rows; a flag for each request says whether they are causal."""
-        if self._flags is None or self._context is not None:
+        if self._flags is None:
             raise CapabilityError(
-                "causal differs between the requests of a step, which flashpage plans for diffusion models alone, not "
-                "with ALiBi, windows shorter than the canvas or decode context parallelism. "
+                "causal differs between the requests of a step, which flashpage plans for diffusion models alone. "
                 "Choose another attention backend."
             )
         self._flags.take(common.causal[:requests])

@@ -117,6 +117,11 @@ def context_ranks() -> int:
     return 1 if config is None else config.parallel_config.decode_context_parallel_size
 
 
+def has_canvas() -> bool:
+    """Whether that configuration is a diffusion model's."""
+    return getattr(get_current_vllm_config_or_none(), "diffusion_config", None) is not None
+
+
 def has_host_cache() -> bool:
     """Whether a part of the cache is in the host's memory (HiSparse), in that configuration."""
     attention = getattr(get_current_vllm_config_or_none(), "attention_config", None)
