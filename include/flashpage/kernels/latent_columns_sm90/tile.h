@@ -15,7 +15,7 @@ inline constexpr int columns_parts = 3;
 template <class Traits>
 struct ColumnsTile {
   using Cache = typename Traits::Cache;
-  static constexpr int rows = 64;
+  static constexpr int rows = 64;  // tokens of a block, and packed rows of a warpgroup: Q and K have one tile type
   static constexpr int value_columns = Traits::head_dim_vo / 2;
   static constexpr int tail_columns = (Traits::head_dim_qk - Traits::head_dim_vo) / 2;
   using Values = SwizzledRows<Cache, value_columns, rows>;
@@ -25,8 +25,10 @@ struct ColumnsTile {
   static constexpr int bytes = tail + (tail_columns > 0 ? rows * tail_stride : 0);
   static constexpr int loaded_parts = tail_columns > 0 ? columns_parts : columns_parts - 1;
   static constexpr int value_chunks = value_columns / 8, tail_chunks = tail_columns / 8;
-  static_assert(sizeof(Cache) == 2 && panels % 2 == 0 && value_columns % panel_columns == 0);
-  static_assert(tail_columns == 0 || tail_columns == 32);
+  static_assert(sizeof(Cache) == 2, "factors of the products have 16 bits");
+  static_assert(panels % 2 == 0 && value_columns % panel_columns == 0,
+                "a CTA has two equal parts of whole panels of 64 columns");
+  static_assert(tail_columns == 0 || tail_columns == 32, "half of a tail of 64 columns, or none");
 
   FP_DEVICE static u32 chunk_offset(u32 row, u32 chunk) { return Values::chunk_offset(row, chunk); }
   FP_DEVICE static u32 tail_offset(u32 row, u32 chunk) {
