@@ -122,7 +122,7 @@ struct ColumnsCompute {
       ptx::wgmma_wait<1>();
       take_product(state);
       if (block + 2 == blocks) release_query();
-      exchange.send(state.scores, exchange.number);
+      exchange.send(state.scores);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(state.values[0]);
       ptx::wgmma_settle(probabilities);
@@ -137,7 +137,7 @@ struct ColumnsCompute {
     ptx::wgmma_wait<0>();
     take_product(state);
     if (threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
-    exchange.send(state.scores, exchange.number);
+    exchange.send(state.scores);
   }
 
   // Without a product in flight during the softmax, from the warpgroup's first block on.

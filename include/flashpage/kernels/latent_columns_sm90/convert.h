@@ -130,11 +130,7 @@ struct ColumnsConvert {
     return Format::find(params, Rows(params, place->place.item.kv_offset).slot(number, token_of(block)));
   }
   FP_DEVICE static const u8* begin_of(const LatentParts& parts) { return is_tail ? parts.rest : parts.quantised; }
-  // The first column that this CTA loads, of the row's part.
-  FP_DEVICE int first_column() const {
-    const int rank = static_cast<int>(ptx::cluster_rank());
-    return is_tail ? rank * columns : rank * Tile::value_columns + (part == ColumnsPart::second ? columns : 0);
-  }
+  FP_DEVICE int first_column() const { return Tile::template first_column<is_tail>(part); }
 
   FP_DEVICE static int sharer() { return static_cast<int>(ptx::opaque(threadIdx.x / 32 % Shared::sharers)); }
   FP_DEVICE static int lane() { return static_cast<int>(ptx::opaque(threadIdx.x % 32)); }

@@ -1,6 +1,7 @@
 // A CTA's columns of 64 rows (tokens of a block, or rows of Q) in the shared memory of latent_columns_sm90.
 #pragma once
 #include "flashpage/common/math.h"
+#include "flashpage/ptx/cluster.h"
 #include "flashpage/tile/layout/swizzled_rows.h"
 
 namespace flashpage {
@@ -30,6 +31,13 @@ struct ColumnsTile {
                 "a CTA has two equal parts of whole panels of 64 columns");
   static_assert(tail_columns == 0 || tail_columns == 32, "half of a tail of 64 columns, or none");
 
+  // The first column of a part that this CTA has: of a row's value columns, or of its tail.
+  template <bool is_tail>
+  FP_DEVICE static int first_column(ColumnsPart part) {
+    const int rank = static_cast<int>(ptx::cluster_rank());
+    if (is_tail) return rank * tail_columns;
+    return rank * value_columns + (part == ColumnsPart::second ? part_panels * panel_columns : 0);
+  }
   FP_DEVICE static u32 chunk_offset(u32 row, u32 chunk) { return Values::chunk_offset(row, chunk); }
   FP_DEVICE static u32 tail_offset(u32 row, u32 chunk) {
     return tail + row * tail_stride + ((chunk ^ row / 2) & 3) * 16;
