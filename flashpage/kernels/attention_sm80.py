@@ -20,6 +20,7 @@ from .kernel import (
     dtypes,
     head_dims,
     latent_options,
+    latent_trait,
     no_rope_over_hadamard_keys,
 )
 from .spec import KernelSpec
@@ -257,7 +258,7 @@ def _columns(work: Work) -> str | None:
     options, found = work.options, []
     if not options.is_latent:
         return _head_dims(work)
-    vo, tail = options.head_dim_vo, options.head_dim_qk - options.head_dim_vo
+    vo, tail = options.head_dim_vo, options.tail_columns
     if vo not in range(64, 513, 64) or vo in (320, 448):
         found.append(f"head_dim_ckv {vo} is not a multiple of 64 up to 256, 384 or 512")
     if tail not in range(0, 65, 16):
@@ -288,8 +289,7 @@ def _formats(work: Work) -> str | None:
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
     query = spec.q_dtype.widened
     if spec.is_latent:  # the tiles in shared memory have the queries' type
-        format_of = f"static constexpr LatentFormat latent_format = LatentFormat::{spec.latent_format};"
-        return (*attention_traits(spec, query, query, "pitched"), format_of)
+        return (*attention_traits(spec, query, query, "pitched"), latent_trait(spec))
     # Rows in formats are converted to 16-bit tiles.
     return attention_traits(spec, query, query if spec.has_formats else spec.kv_dtype, "pitched")
 

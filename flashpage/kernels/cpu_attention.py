@@ -13,6 +13,7 @@ from .kernel import (
     dtypes,
     format_traits,
     latent_options,
+    latent_trait,
     no_rope_over_hadamard_keys,
     types,
 )
@@ -45,8 +46,7 @@ def _head_dims(work: Work) -> str | None:
     options, found = work.options, []
     sizes = [("head_dim_qk", options.head_dim_qk, 16, 512), ("head_dim_vo", options.head_dim_vo, 16, 512)]
     if options.is_latent:
-        tail = options.head_dim_qk - options.head_dim_vo
-        sizes = [("head_dim_ckv", options.head_dim_vo, 16, 512), ("head_dim_kpe", tail, 0, 64)]
+        sizes = [("head_dim_ckv", options.head_dim_vo, 16, 512), ("head_dim_kpe", options.tail_columns, 0, 64)]
     for name, dim, least, most in sizes:
         if not least <= dim <= most or dim % 8:
             found.append(f"{name} {dim} is not a multiple of 8 from {least} to {most}")
@@ -61,7 +61,7 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
         f"static constexpr int head_dim_qk = {spec.head_dim_qk}, head_dim_vo = {spec.head_dim_vo};",
         f"static constexpr int tile_q = {spec.tile.tile_q}, tile_kv = {spec.tile.tile_kv};",
         f"static constexpr flashpage::KvSource kv_source = flashpage::KvSource::{spec.kv_source};",
-        f"static constexpr flashpage::LatentFormat latent_format = flashpage::LatentFormat::{spec.latent_format};",
+        latent_trait(spec),
         f"static constexpr flashpage::MaskSource mask_source = flashpage::MaskSource::{spec.mask_source};",
         "static constexpr flashpage::PositionEncoding position_encoding =",
         f"    flashpage::PositionEncoding::{spec.position_encoding};",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..base.dtypes import DType
-from .kernel import Kernel, format_traits, types
+from .kernel import Kernel, format_traits, latent_trait, types
 from .spec import KernelSpec
 from .tile import MERGE_COLUMNS
 
@@ -39,7 +39,7 @@ def _append_latent_traits(spec: KernelSpec) -> tuple[str, ...]:
     return (
         *types(StoredQuery=spec.q_dtype),
         f"static constexpr int head_dim_qk = {spec.head_dim_qk}, head_dim_vo = {spec.head_dim_vo};",
-        f"static constexpr LatentFormat latent_format = LatentFormat::{spec.latent_format};",
+        latent_trait(spec),
     )
 
 

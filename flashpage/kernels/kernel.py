@@ -10,7 +10,7 @@ from pathlib import Path
 from .. import native
 from ..base.dtypes import DType
 from ..base.errors import CompileError
-from . import kv_formats
+from . import kv_formats, latent_formats
 from .ahead import Ahead
 from .context_classes import ContextClass
 from .devices import ABILITIES, Device
@@ -176,9 +176,11 @@ def latent_options(work: Work) -> str | None:
         return None
     if work.rotates:
         return "it does not rotate latent rows (pos_encoding_mode ROPE_LLAMA): rotate them before they are cached"
-    if options.latent_format == "plain" and options.kv_dtype is not options.q_dtype:
+    if options.latent_format == latent_formats.PLAIN and options.kv_dtype is not options.q_dtype:
         return f"it reads no latent rows of {options.kv_dtype.value}"
-    if options.latent_format != "plain" and (work.loop is not InnerLoop.PLAIN or work.mask_source != "implicit"):
+    if options.latent_format != latent_formats.PLAIN and (
+        work.loop is not InnerLoop.PLAIN or work.mask_source != "implicit"
+    ):
         return "it has no custom masks, variants and soft caps over latent rows in fp8"
     return None
 
@@ -222,6 +224,7 @@ def attention_traits(spec: KernelSpec, query: DType, cache: DType, layout: str) 
         "head_dim_qk": spec.head_dim_qk,
         "head_dim_vo": spec.head_dim_vo,
         **{f.name: getattr(tile, f.name) for f in dataclasses.fields(tile)},
+        # Rows of a CTA; latent_columns_sm90: those of the unit / ctas, as both CTAs have all rows.
         "tile_q": tile.tile_q // tile.ctas,
     }
     return (
@@ -244,6 +247,11 @@ def format_traits(spec: KernelSpec) -> tuple[str, ...]:
         return ()
     key, value = spec.formats
     return f"using KeyFormat = flashpage::{key.cpp};", f"using ValueFormat = flashpage::{value.cpp};"
+
+
+def latent_trait(spec: KernelSpec) -> str:
+    """How latent rows are stored."""
+    return f"static constexpr flashpage::LatentFormat latent_format = flashpage::LatentFormat::{spec.latent_format};"
 
 
 def types(**named: DType) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 """Attention of many packed rows over latent rows (MLA) on Hopper, by pairs of CTAs: each loads half of the columns. It
-takes up to 64 packed rows, and any number of them over pages without boxes."""
+takes up to 64 packed rows, and any number over single rows (small pages, lists) and over rows in fp8."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .work import Work
 LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 _TOKENS = 64  # of a block
 _MOST_STAGES = 8  # the header uses as many as fit
+_CONVERTED = (latent_formats.SCALED, "deepseek_v32")
 
 
 def _most_cache_bytes(spec: KernelSpec) -> int:
@@ -26,9 +27,9 @@ def _most_cache_bytes(spec: KernelSpec) -> int:
 
 
 def _tile(work: Work) -> Tile:
-    """Each warpgroup has 64 rows, or both have the same and take blocks in turn."""
+    """Up to 64 rows: both warpgroups have all of them and take blocks in turn. More: each has 64."""
     row_tiles = 1 if packed_rows(work) <= ROWS else 2
-    return Tile(row_tiles * ROWS, _TOKENS, 4, 2, _MOST_STAGES, ctas=2)
+    return Tile(row_tiles * ROWS, _TOKENS, warps_q=4, warps_kv=2, stages=_MOST_STAGES, ctas=2)
 
 
 def _fitting_rows(work: Work) -> str | None:
@@ -36,16 +37,22 @@ def _fitting_rows(work: Work) -> str | None:
     if rows < LEAST_PACKED_ROWS:
         return f"{rows} packed rows are few, it takes {LEAST_PACKED_ROWS} or more"
     if rows > ROWS and loader(work.options) == "boxes":
-        return f"{rows} packed rows over boxes are many, it takes {ROWS} of them"
+        return f"{rows} packed rows: where boxes bring the rows it takes up to {ROWS}, and latent_wide_sm90 takes more"
     return None
 
 
 def _stored(work: Work) -> str | None:
-    """Rows in fp8: a part of the columns has one scale."""
+    """A converting warp's columns of a row, a quarter of V, must share one fp32 scale (convert.h)."""
     row_format = work.options.latent_format
-    if row_format in (latent_formats.PLAIN, latent_formats.SCALED, "deepseek_v32"):
+    if row_format in (latent_formats.PLAIN, *_CONVERTED):
         return None
     return f"it does not convert rows of the format {row_format}"
+
+
+def _value_columns(work: Work) -> str | None:
+    """Each CTA's value columns are two parts of whole panels: head_dim_ckv 256 or 512."""
+    columns = work.options.head_dim_vo
+    return None if columns in (256, 512) else f"head_dim_ckv {columns} is neither 256 nor 512"
 
 
 KERNEL = dataclasses.replace(
@@ -53,7 +60,7 @@ KERNEL = dataclasses.replace(
     name="latent_columns_sm90",
     header="flashpage/kernels/latent_columns_sm90/kernel.h",
     cpp="LatentColumnsSm90<Traits>",
-    accepts=(_fitting_rows, _stored, *latent_wide_sm90.OPTIONS),
+    accepts=(_fitting_rows, _stored, _value_columns, *latent_wide_sm90.OPTIONS),
     loader=loader,
     tile=_tile,
     v_line_bytes=NARROW_LINE_BYTES,

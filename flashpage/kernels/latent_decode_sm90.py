@@ -1,10 +1,10 @@
-"""Attention over latent rows (MLA) on Hopper."""
+"""Attention of few packed rows over latent rows (MLA) on Hopper: units of up to 32."""
 
 from __future__ import annotations
 
 from . import latent_formats, wgmma_source
 from .ahead import ONE_TOKEN, latent_rows, listed_rows
-from .kernel import HALF, AttentionKernel, attention_traits, capability, dtypes
+from .kernel import HALF, AttentionKernel, attention_traits, capability, dtypes, latent_trait
 from .options import Options
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
@@ -13,12 +13,13 @@ from .work import InnerLoop, Work
 
 _TOKENS = 64  # of a slot: the rows of a product
 _MOST_STAGES = 8  # the header uses as many as fit
+_CONVERTED = (latent_formats.SCALED, "deepseek_v32", "deepseek_v4")  # convert.h
 _TEAM, _TEAMS = 4, 2  # the warps of a team share a slot's tokens, and the teams its columns
 
 
 def _tile(work: Work) -> Tile:
     rows = 16 if work.packed_rows <= 16 else 32
-    return Tile(rows, _TOKENS, 1, _TEAM, _MOST_STAGES, warps_v=_TEAMS)
+    return Tile(rows, _TOKENS, warps_q=1, warps_kv=_TEAM, warps_v=_TEAMS, stages=_MOST_STAGES)
 
 
 def only_latent_rows(work: Work) -> str | None:
@@ -26,13 +27,11 @@ def only_latent_rows(work: Work) -> str | None:
 
 
 def _columns(work: Work) -> str | None:
-    options = work.options
-    tail = options.head_dim_qk - options.head_dim_vo
-    found = []
+    options, found = work.options, []
     if options.head_dim_vo not in (128, 256, 384, 512):
         found.append(f"head_dim_ckv {options.head_dim_vo} is not a multiple of 128 from 128 to 512")
-    if tail not in range(0, 65, 16):
-        found.append(f"head_dim_kpe {tail} is not a multiple of 16 from 0 to 64")
+    if options.tail_columns not in range(0, 65, 16):
+        found.append(f"head_dim_kpe {options.tail_columns} is not a multiple of 16 from 0 to 64")
     return "; ".join(found) or None
 
 
@@ -42,14 +41,17 @@ def plain(work: Work) -> str | None:
 
 
 def _stored(work: Work) -> str | None:
-    """Rows in fp8 are converted in pieces of 16 bytes, to whole panels."""
+    """Scales of a row are copied in pieces of 8 bytes, so head_dim_ckv has an even number of blocks of 128; a tail has
+    whole pieces for all lanes."""
     options = work.options
     if options.latent_format == latent_formats.PLAIN:
         return None
-    tail = options.head_dim_qk - options.head_dim_vo
-    if options.head_dim_vo in (256, 512) and tail in (0, 64):
+    if options.latent_format not in _CONVERTED:
+        return f"it does not convert rows of the format {options.latent_format}"
+    columns, tail = options.head_dim_vo, options.tail_columns
+    if columns in (256, 512) and tail in (0, 64):
         return None
-    return f"it converts fp8 rows of 256 or 512 and 0 or 64 columns, not {options.head_dim_vo} and {tail}"
+    return f"it converts fp8 rows of 256 or 512 and 0 or 64 columns, not {columns} and {tail}"
 
 
 def same_type(work: Work) -> str | None:
@@ -94,8 +96,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
 def traits(spec: KernelSpec) -> tuple[str, ...]:
     products = (f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ValueProduct"))
     # The tiles in shared memory have the queries' type.
-    latent_format = f"static constexpr LatentFormat latent_format = LatentFormat::{spec.latent_format};"
-    return (*attention_traits(spec, spec.q_dtype, spec.q_dtype, "swizzled"), *products, latent_format)
+    return (*attention_traits(spec, spec.q_dtype, spec.q_dtype, "swizzled"), *products, latent_trait(spec))
 
 
 KERNEL = AttentionKernel(

@@ -1,4 +1,16 @@
-"""How caches store latent rows (MLA) in fp8; the formats themselves are in include/flashpage/params/latent_format.h."""
+"""How caches store latent rows (MLA) in fp8; the formats themselves are in include/flashpage/params/latent_format.h.
+
+A new format is a struct and a `LatentFormatOf` in that header, a name in `LatentFormat`
+(include/flashpage/common/types.h), and a row here. It also needs
+
+- `_write_packed` of flashpage/wrappers/latent_append.py, which appends on the CPU;
+- `_stored` of latent_decode_sm90.py and latent_columns_sm90.py, which say what their converting warps take;
+- `_FORMATS` of flashpage/engines/flash_mla/sparse.py, if FlashMLA's functions read it;
+- `_packed` and `arrange` of tests/support/latent_rows.py, cases in tests/support/cases/latent.py, and `FORMS` of
+  tests/api/test_mla_append.py;
+- the table of docs/latent_sm90.md, docs/guides/mla.md, and `kv_row_format` in the docstrings of wrappers/latent.py and
+  wrappers/append.py.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +31,27 @@ class LatentRowFormat:
 
     row_bytes: int
     head_dims: tuple[int, int]  # head_dim_ckv and head_dim_kpe
+    quantised: int  # columns of e4m3; the others are bf16
+    scale_columns: int  # that share a scale
     why: str
     by_page: bool = False  # scales follow all rows of a page, so that tokens are not row_bytes apart
 
 
 PACKED = {
-    "deepseek_v32": LatentRowFormat(656, (512, 64), "DeepSeek V3.2, GLM-5: 512 e4m3, four fp32 scales, 64 bf16"),
+    "deepseek_v32": LatentRowFormat(
+        row_bytes=656,
+        head_dims=(512, 64),
+        quantised=512,
+        scale_columns=128,
+        why="DeepSeek V3.2, GLM-5: 512 e4m3, four fp32 scales, 64 bf16",
+    ),
     "deepseek_v4": LatentRowFormat(
-        584, (512, 0), "DeepSeek V4: 448 e4m3, 64 bf16, eight bytes of scales", by_page=True
+        row_bytes=584,
+        head_dims=(512, 0),
+        quantised=448,
+        scale_columns=64,
+        why="DeepSeek V4: 448 e4m3, 64 bf16, eight bytes of scales",
+        by_page=True,
     ),
 }
 

@@ -39,7 +39,7 @@ class Options:
     has_mask: bool = False  # the mask alone decides what a row sees; causal is then False, as in FlashInfer
     variant: Any = None  # variants.Variant | None, compared by identity
     fixed_piece_tokens: int = SPLIT_BALANCED  # > 0: every request is cut at multiples of it, in any batch
-    latent_format: str = "plain"  # how latent rows are stored: plain (q's type) or latent_formats.py
+    latent_format: str = latent_formats.PLAIN  # how latent rows are stored: plain (q's type) or latent_formats.py
     k_format: str = kv_formats.PLAIN  # how rows of K and V are stored: plain (kv_dtype), or both by kv_formats.py
     v_format: str = kv_formats.PLAIN
     uniform_q_len: int = 0  # rows of every request, if all have the same number (decode); 0: the lengths give them
@@ -72,15 +72,19 @@ class Options:
         return ("ckv_cache", "kpe_cache") if self.is_latent else ("k", "v")
 
     @property
+    def tail_columns(self) -> int:
+        """Columns of latent rows that K alone has."""
+        return self.head_dim_qk - self.head_dim_vo
+
+    @property
     def half_dims(self) -> tuple[int, int]:
         """The numbers of columns of the two parts."""
-        qk, vo = self.head_dim_qk, self.head_dim_vo
         if self.latent_row_format is not None:
             return self.latent_row_format.row_bytes, 0
         if self.is_latent:
-            return vo, qk - vo
+            return self.head_dim_vo, self.tail_columns
         k, v = self.formats
-        return k.stored_columns(qk), v.stored_columns(vo)
+        return k.stored_columns(self.head_dim_qk), v.stored_columns(self.head_dim_vo)
 
     @functools.cached_property
     def formats(self) -> tuple[kv_formats.KvFormat, kv_formats.KvFormat]:

@@ -26,7 +26,7 @@ class KernelSpec:
     head_dim_qk: int = 0
     head_dim_vo: int = 0
     kv_source: str = "paged"  # Options.kv_source
-    latent_format: str = "plain"  # latent rows: LatentFormat of include/flashpage/common/types.h
+    latent_format: str = latent_formats.PLAIN  # latent rows: LatentFormat of include/flashpage/common/types.h
     k_format: str = kv_formats.PLAIN  # Options.k_format
     v_format: str = kv_formats.PLAIN
     # implicit (causal and window at run time) | packed_bits | function (the variant's; evaluated for each tile before

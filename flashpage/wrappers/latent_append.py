@@ -17,6 +17,7 @@ from ..run.checks import check_places, has_pages, rows_of_pages
 from . import operators
 
 _LARGEST = 448.0  # of e4m3
+_EXPONENT_BIAS = 127  # of scales that are exponents
 
 
 class LatentPlaces(NamedTuple):
@@ -139,18 +140,21 @@ class LatentWrite(NamedTuple):
             self.caches[1].view(torch.uint8)[pages, slots] = _quantised(rest / scale)
 
     def _write_packed(self, rows: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-        memory = self.caches[0].view(torch.uint8)
+        memory, row_format = self.caches[0].view(torch.uint8), latent_formats.PACKED[self.format]
+        stored, scales = _by_blocks(rows[:, : row_format.quantised], row_format.scale_columns)
+        rest = _bytes_of(rows[:, row_format.quantised :])
         if self.format == "deepseek_v32":
-            stored, scales = _by_blocks(rows[:, :512], 128)
-            memory[pages, slots] = torch.cat([stored, scales.view(torch.uint8), _bytes_of(rows[:, 512:])], 1)
-            return
-        stored, scales = _by_blocks(rows[:, :448], 64)
-        size = memory.shape[1]
-        flat = memory.as_strided((len(memory), size * 584), (memory.stride(0), 1))
-        places = slots[:, None] * 576 + torch.arange(576, device="cpu")
-        flat[pages[:, None], places] = torch.cat([stored, _bytes_of(rows[:, 448:])], 1)
-        exponents = (scales.log2() + 127).to(torch.uint8)
-        flat[pages[:, None], size * 576 + slots[:, None] * 8 + torch.arange(7, device="cpu")] = exponents
+            memory[pages, slots] = torch.cat([stored, scales.view(torch.uint8), rest], 1)
+        elif self.format == "deepseek_v4":
+            columns = torch.cat([stored, rest], 1)
+            size, width = memory.shape[1], columns.shape[1]  # tokens of a page; bytes of a token without its scales
+            flat = memory.as_strided((len(memory), size * row_format.row_bytes), (memory.stride(0), 1))
+            flat[pages[:, None], slots[:, None] * width + torch.arange(width, device="cpu")] = columns
+            first_scale = size * width + slots[:, None] * (row_format.row_bytes - width)
+            exponents = (scales.log2() + _EXPONENT_BIAS).to(torch.uint8)
+            flat[pages[:, None], first_scale + torch.arange(scales.shape[1], device="cpu")] = exponents
+        else:
+            raise AssertionError(f"rows of the format {self.format} are not written on the CPU")
 
 
 def _number(value: Any, name: str) -> float:

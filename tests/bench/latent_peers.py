@@ -55,9 +55,15 @@ def wrapper_call(module_name: str, batch: LatentBatch, **options: object) -> Cal
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
     wrapper = getattr(module, "mla", module).BatchMLAPagedAttentionWrapper(workspace, **options)
     lengths = torch.tensor(batch.kv_lens, dtype=torch.int32)
-    on_device = (x.to(batch.device) for x in (batch.q_indptr, batch.table.indptr, batch.table.indices, lengths))
-    sizes = (case.num_q_heads, case.head_dim_vo, case.head_dim - case.head_dim_vo, case.page_size)
-    wrapper.plan(*on_device, *sizes, case.q_len > 1, SM_SCALE, torch.bfloat16, torch.bfloat16)
+    on_device = [x.to(batch.device) for x in (batch.q_indptr, batch.table.indptr, batch.table.indices, lengths)]
+    sizes = {"num_heads": case.num_q_heads, "head_dim_ckv": case.head_dim_vo}
+    sizes |= {"head_dim_kpe": case.head_dim - case.head_dim_vo, "page_size": case.page_size}
+    kinds = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    rest: dict[str, Any] = {**sizes, "causal": case.q_len > 1, "sm_scale": SM_SCALE, **kinds}
+    if module_name == "flashpage":
+        wrapper.plan(metadata=module.MLAPlanMetadata.csr(*on_device), **rest)
+    else:
+        wrapper.plan(*on_device, **rest)
     parts = (*batch.split(batch.q), *batch.split(batch.cache))
     return lambda: wrapper.run(*parts)
 

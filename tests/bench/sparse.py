@@ -21,8 +21,10 @@ from peers import Call
 from record import Recorder
 
 import flashpage
+from flashpage.kernels.latent_formats import PACKED
 
-SM_SCALE, PAGE, CKV, KPE, ROW_BYTES = 192**-0.5, 64, 512, 64, 656
+SM_SCALE, PAGE, CKV, KPE = 192**-0.5, 64, 512, 64
+ROW_BYTES = PACKED["deepseek_v32"].row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,8 @@ class SparseCase:
 
     @property
     def name(self) -> str:
-        return f"{self.heads} heads, batch {self.batch}, " + (f"top-k {self.top_k:,}" if self.top_k else "all of 8k")
+        tokens = f"top-k {self.top_k:,}" if self.top_k else f"all of {self.context / 1024:g}k"
+        return f"{self.heads} heads, batch {self.batch}, {tokens}"
 
     def shrunk(self) -> SparseCase:
         return dataclasses.replace(self, heads=min(self.heads, 16), batch=2, top_k=min(self.top_k, 100), context=256)
@@ -70,19 +73,19 @@ class SparseBatch:
         listed = [torch.randperm(case.context)[: case.top_k] + i * case.context for i in range(case.batch)]
         self.lists = torch.stack(listed).int().to(device)
 
-    def own_call(self, is_stored: bool) -> Call:
+    def own_call(self, in_bytes: bool) -> Call:
         """flashpage over rows of 656 bytes, or over those of bf16."""
         size, case = 512 << 20 if self.device.type == "cuda" else 16 << 20, self.case
         workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
-        stored = {"kv_row_format": "deepseek_v32"} if is_stored else {}
-        cache = self.bytes if is_stored else self.bf16
+        stored = {"kv_row_format": "deepseek_v32"} if in_bytes else {}
+        cache = self.bytes if in_bytes else self.bf16
         sizes = {"num_heads": case.heads, "head_dim_ckv": CKV, "head_dim_kpe": KPE, "page_size": PAGE}
         kinds: dict[str, Any] = {"sm_scale": SM_SCALE, "q_data_type": torch.bfloat16} | stored
         if case.top_k:
             sparse = flashpage.BatchMLASparseAttentionWrapper(workspace)
             sparse.plan(self.lists, **sizes, **kinds)
             return lambda: sparse.run(query=self.q, kv_cache=cache)
-        if not is_stored:
+        if not in_bytes:
             kinds["kv_data_type"] = torch.bfloat16
         wrapper = flashpage.BatchMLAPagedAttentionWrapper(workspace)
         q_indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=self.device)

@@ -121,7 +121,7 @@ def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
     names = {"bfloat16": "Bf16", "float16": "Half"}
     source = {"HEADER": f'"{kernel.header}"', "KERNEL": kernel.cpp.removesuffix("<Traits>")}
     values: dict[str, Any] = source | {"CACHE": names[case.q_dtype], "OUT": names[case.out_type], "LOADER": spec.loader}
-    tile = {name: getattr(spec.tile, name) for name in ("warps_q", "warps_kv", "warps_v", "stages", "ctas")}
+    tile = {name: getattr(spec.tile, name) for name in ("tile_kv", "warps_q", "warps_kv", "warps_v", "stages", "ctas")}
     tile["tile_q"] = spec.tile.tile_q // spec.ctas
     values |= {name.upper(): value for name, value in tile.items()}
     values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim, "KV_SOURCE": spec.kv_source}
@@ -236,7 +236,7 @@ def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -
     ],
 )
 def test_the_kernel_of_a_form(form: dict[str, Any], by_heads: dict[int, AttentionKernel]) -> None:
-    """As the table of docs/guides/mla.md has it."""
+    """As the table of docs/latent_sm90.md has it."""
     for heads, kernel in by_heads.items():
         case = latent_case("form", "a row of the table", (1,), (1,), **({"num_q_heads": heads, "page_size": 64} | form))
         assert choose_for_card(Problem(latent_rows.options_of(case), heads), devices.H200).kernel is kernel

@@ -1,6 +1,6 @@
 // All of a kernel over latent rows on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX
-// manual. For tests/kernels/test_latent_kernel.py, which sets HEADER, KERNEL, CACHE, OUT, TILE_Q, WARPS_Q,
-// WARPS_KV, WARPS_V, STAGES, CTAS, HEAD_DIM_QK, HEAD_DIM_VO, KV_SOURCE, LATENT_FORMAT and LOADER.
+// manual. For tests/kernels/test_latent_kernel.py, which sets HEADER, KERNEL, CACHE, OUT, TILE_Q, TILE_KV,
+// WARPS_Q, WARPS_KV, WARPS_V, STAGES, CTAS, HEAD_DIM_QK, HEAD_DIM_VO, KV_SOURCE, LATENT_FORMAT and LOADER.
 #include HEADER
 
 #include "hopper.h"
@@ -100,7 +100,7 @@ struct Traits {
   static constexpr MaskSource mask_source = MaskSource::implicit;
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
   static constexpr RowsLayout layout = RowsLayout::swizzled;
-  static constexpr int tile_q = TILE_Q, tile_kv = 64;
+  static constexpr int tile_q = TILE_Q, tile_kv = TILE_KV;
   static constexpr int warps_q = WARPS_Q, warps_kv = WARPS_KV, warps_v = WARPS_V;
   static constexpr int stages = STAGES, ctas = CTAS, ctas_per_sm = 1, shared_limit = 0, ring_bytes = 0;
   static constexpr bool trace = false;

@@ -46,9 +46,11 @@ def shape_of(case: Case, pages: int) -> tuple[Shape, torch.dtype]:
 def arrange(case: Case, cache: Cache) -> None:
     """Moves the scales of a page after its rows, if the format has them there."""
     if case.packed_format == "deepseek_v4":
-        memory = cache.buffers[0]
-        pages = memory.reshape(len(memory), -1, 584)
-        memory.reshape(len(memory), -1)[:] = torch.cat([pages[..., :576].flatten(1), pages[..., 576:].flatten(1)], 1)
+        memory, found = cache.buffers[0], latent_formats.PACKED[case.packed_format]
+        pages = memory.reshape(len(memory), -1, found.row_bytes)
+        width = found.quantised + 2 * (case.head_dim - found.quantised)  # bytes of a token without its scales
+        parts = pages[..., :width].flatten(1), pages[..., width:].flatten(1)
+        memory.reshape(len(memory), -1)[:] = torch.cat(parts, 1)
 
 
 def run_arguments(case: Case, cache: Cache, device: str) -> dict[str, Any]:
@@ -74,7 +76,8 @@ def _factors_of_tensors() -> dict[str, float]:
 def _blocks(case: Case, tokens: int) -> torch.Tensor:
     """The scales of blocks of columns, [tokens, blocks] fp32."""
     table = torch.tensor(_UNEVEN if case.has_uneven_scales else _EVEN)
-    blocks = 7 if case.packed_format == "deepseek_v4" else case.value_dim // 128
+    found = latent_formats.packed(case.packed_format)
+    blocks = found.quantised // found.scale_columns if found else case.value_dim // 128
     return table[(torch.arange(tokens)[:, None] * 3 + torch.arange(blocks)) % len(table)]
 
 
@@ -88,8 +91,8 @@ def _factors(case: Case, tokens: int) -> torch.Tensor:
     if case.row_format == "tokens":
         factors[..., case.value_dim :] = 0.5
     blocks = _blocks(case, tokens).double()
-    columns = 64 if case.packed_format == "deepseek_v4" else 128
-    wide = blocks.repeat_interleave(columns, 1)
+    found = latent_formats.packed(case.packed_format)
+    wide = blocks.repeat_interleave(found.scale_columns if found else 128, 1)
     factors[:, 0, : wide.shape[1]] = wide
     return factors
 
@@ -97,11 +100,9 @@ def _factors(case: Case, tokens: int) -> torch.Tensor:
 def _stored(case: Case, rows: torch.Tensor, *, is_exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers that are stored, and their factors."""
     factors = _factors(case, len(rows))
-    stored = rows.double() / factors if is_exact else rows.double()
-    quantised = 448 if case.packed_format == "deepseek_v4" else 512
-    if not case.packed_format:
-        return stored.float().to(torch.float8_e4m3fn).float(), factors
-    stored = stored.float()
+    stored = (rows.double() / factors if is_exact else rows.double()).float()
+    found = latent_formats.packed(case.packed_format)
+    quantised = found.quantised if found else case.head_dim
     parts = stored[..., :quantised].to(torch.float8_e4m3fn).float(), stored[..., quantised:].bfloat16().float()
     return torch.cat(parts, -1), factors
 
@@ -109,7 +110,7 @@ def _stored(case: Case, rows: torch.Tensor, *, is_exact: bool) -> tuple[torch.Te
 def _packed(case: Case, rows: torch.Tensor) -> torch.Tensor:
     """Exact rows as bytes, [tokens, 1, row bytes]."""
     stored, blocks = _stored(case, rows, is_exact=True)[0], _blocks(case, len(rows))
-    quantised = 448 if case.packed_format == "deepseek_v4" else 512
+    quantised = latent_formats.PACKED[case.packed_format].quantised
     numbers = stored[:, 0, :quantised].to(torch.float8_e4m3fn).view(torch.uint8)
     rest = stored[:, 0, quantised:].bfloat16().contiguous().view(torch.uint8)
     if case.packed_format == "deepseek_v4":

@@ -224,12 +224,11 @@ class LatentPlanModule:
         wrapper, written = self._wrapper, _Written(self._wrapper)
         _take_memory(wrapper, float_workspace_buffer, int_workspace_buffer, page_locked_int_workspace_buffer)
         planned = wrapper._planner.options
-        tail = planned.head_dim_qk - planned.head_dim_vo
         ckv = checks.whole("head_dim_ckv", head_dim_ckv, 1)
         options = dataclasses.replace(
             planned,
             num_q_heads=checks.whole("num_heads", num_heads, 1),
-            head_dim_qk=ckv + tail,
+            head_dim_qk=ckv + planned.tail_columns,
             head_dim_vo=ckv,
             page_size=checks.whole("_page_size", written.values.get("_page_size", planned.page_size), 1),
             causal=checks.flag("causal", causal),

@@ -2,7 +2,9 @@
 // CPU and for cards; flashpage/kernels/latent_formats.py has a row for it.
 //
 // A stored row has `quantised` columns of e4m3, each `scale_columns` of which share a scale, and `rest` columns of
-// another type. An element is its stored number times its scale, rounded to the type of the queries.
+// another type. An element is its stored number times its scale, rounded to the type of the queries. Tensors of scales
+// are applied to elements; a number for the shared columns is already in params.score_scale and value_scale, and
+// tail_scale is relative to it.
 #pragma once
 #include "flashpage/params/params.h"
 

@@ -24,8 +24,8 @@ struct AttentionParams {
   i64 q_head_stride;
   i64 out_row_stride;
   i64 out_head_stride;
-  KvView k;
-  KvView v;
+  KvView k;           // latent rows: the columns that K and V share, or whole rows that hold their scales
+  KvView v;           // latent rows: the other columns of K
   KvView key_scales;  // formats with scales: those of a token and head are contiguous, as their numbers are
   KvView value_scales;
   const i32* kv_indices;   // paged: page numbers; WorkItem::kv_offset is an index into it

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from flashpage.kernels import latent_formats
+
 TILE_EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129)  # 0, 1 and tile - 1, tile, tile + 1 of tiles 16, 64, 128
 MIXED_Q = (1, 17, 64, 5)
 MIXED_KV = (130, 17, 200, 69)  # a decode row, a whole prompt, two appended chunks
@@ -76,7 +78,8 @@ class Case:
     @property
     def packed_format(self) -> str:
         """kv_row_format of latent rows that hold their scales."""
-        return self.row_format.removesuffix("-uneven") if self.row_format.startswith("deepseek") else ""
+        name = self.row_format.removesuffix("-uneven")
+        return name if name in latent_formats.PACKED else ""
 
     @property
     def has_uneven_scales(self) -> bool:

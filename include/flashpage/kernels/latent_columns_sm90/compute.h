@@ -30,7 +30,8 @@ struct ColumnsCompute {
   static constexpr u32 first_thread = Shared::Warps::loading * 32;  // of the computing ones
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
-  static constexpr int all_barrier = 1, group_barrier = 2, row_barrier = 4;  // names; the last ones by group, by warp
+  // Names of barriers: all_barrier, group_barrier + group, row_barrier + warp.
+  static constexpr int all_barrier = 1, group_barrier = 2, row_barrier = 4;
 
   Shared& shared;
   const AttentionParams& params;
@@ -121,7 +122,7 @@ struct ColumnsCompute {
       ptx::wgmma_wait<1>();
       take_product(state);
       if (block + 2 == blocks) release_query();
-      exchange.send(state.scores, exchange.number);
+      exchange.send(state.scores);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(state.values[0]);
       ptx::wgmma_settle(probabilities);
@@ -136,7 +137,7 @@ struct ColumnsCompute {
     ptx::wgmma_wait<0>();
     take_product(state);
     if (threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
-    exchange.send(state.scores, exchange.number);
+    exchange.send(state.scores);
   }
 
   // Without a product in flight during the softmax, from the warpgroup's first block on.
@@ -242,6 +243,7 @@ struct ColumnsCompute {
 
   // Hides the places of a list that have no token.
   FP_DEVICE void hide_missing(Scores& scores, const typename Shared::Present (&present)[tokens / 32]) const {
+    static_assert(tokens == 64, "two words of 32 tokens");
     if ((present[0].bits & present[1].bits) == 0xffffffff) return;
 #pragma unroll
     for (int n = 0; n < tokens / 8; ++n)

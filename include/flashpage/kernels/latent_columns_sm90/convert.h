@@ -33,8 +33,10 @@ struct ColumnsConvert {
   static constexpr int rows_a_pass = 32 / row_pieces;
   static constexpr int stride = is_tail ? Tile::tail_stride : 128;  // bytes from row to row in shared memory
   static_assert(together * rows_a_pass % 8 == 0, "steps that keep the swizzle");
-  static_assert(rows == 32 && pieces <= Shared::pieces_ahead);
-  static_assert(Format::quantised == Traits::head_dim_vo && columns <= Format::scale_columns);
+  static_assert(rows == 32, "each lane has the token of one row");
+  static_assert(pieces <= Shared::pieces_ahead, "all pieces of a block may be in flight");
+  static_assert(Format::quantised == Traits::head_dim_vo, "the value columns are those in fp8");
+  static_assert(is_tail || columns <= Format::scale_columns, "the columns of a part share a scale");
   static_assert(is_same<typename Format::Scale, float>, "a part has one scale, of fp32");
 
   static constexpr u32 nowhere = 0xffffffff;
@@ -50,7 +52,9 @@ struct ColumnsConvert {
   const ColumnsPart part;
   const WidePlace* place;  // in shared memory, because these warps have few registers
   Row arriving;            // of the lane's token in the block whose pieces are in flight
-  i32 found;               // number of that of the block after, or of the unit's last one; negative: there is none
+  // Page or list entry of the lane's token in the block after `arriving`; past the unit's end that of its last token;
+  // negative: the list names no token.
+  i32 found;
 
   FP_DEVICE ColumnsConvert(Shared& shared, const AttentionParams& params, ColumnsPart part)
       : shared(shared), params(params), part(part) {}
@@ -126,11 +130,7 @@ struct ColumnsConvert {
     return Format::find(params, Rows(params, place->place.item.kv_offset).slot(number, token_of(block)));
   }
   FP_DEVICE static const u8* begin_of(const LatentParts& parts) { return is_tail ? parts.rest : parts.quantised; }
-  // The first column that this CTA loads, of the row's part.
-  FP_DEVICE int first_column() const {
-    const int rank = static_cast<int>(ptx::cluster_rank());
-    return is_tail ? rank * columns : rank * Tile::value_columns + (part == ColumnsPart::second ? columns : 0);
-  }
+  FP_DEVICE int first_column() const { return Tile::template first_column<is_tail>(part); }
 
   FP_DEVICE static int sharer() { return static_cast<int>(ptx::opaque(threadIdx.x / 32 % Shared::sharers)); }
   FP_DEVICE static int lane() { return static_cast<int>(ptx::opaque(threadIdx.x % 32)); }

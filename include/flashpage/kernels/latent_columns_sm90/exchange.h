@@ -24,8 +24,8 @@ struct ScoreExchange {
   FP_DEVICE explicit ScoreExchange(Shared& shared) : shared(shared) {}
 
   // Sends the sums of the block after those received. The other warp must have read those of the block before.
-  FP_DEVICE void send(const Scores& sums, u32 block_number) const {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.scores_read[warp]), (block_number & 1) ^ 1);
+  FP_DEVICE void send(const Scores& sums) const {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.scores_read[warp]), (number & 1) ^ 1);
     const u32 rank = ptx::cluster_rank() ^ 1;
     const u32 to = ptx::peer_address(ptx::shared_address(&shared.received[group][0][thread]), rank);
     const u32 barrier = ptx::peer_address(ptx::shared_address(&shared.scores_full[warp]), rank);

@@ -1,4 +1,6 @@
-// Attention of many packed rows over latent rows (MLA) on Hopper: its time is the time of the tensor cores' products.
+// Attention over latent rows (MLA) on Hopper by pairs of CTAs that split the columns: 33 to 64 packed rows, and more
+// over single rows or fp8. Rows in fp8 are converted by a second loading warpgroup (convert.h), which then sets the
+// time.
 //
 // Two CTAs share a unit's packed rows, and each loads its half of the columns of the latent rows, so that every byte
 // goes to one SM and several blocks of tokens fit into shared memory. A CTA sums its columns' terms of the scores, and

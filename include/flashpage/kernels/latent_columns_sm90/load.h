@@ -26,11 +26,7 @@ struct PartColumns {
 
   FP_DEVICE static const KvView& view(const AttentionParams& params) { return is_tail ? params.v : params.k; }
   FP_DEVICE static const TensorMap& map(const KvMaps& maps) { return is_tail ? maps.v : maps.k; }
-  // The first column that this CTA loads.
-  FP_DEVICE static i32 first_column() {
-    const int rank = static_cast<int>(ptx::cluster_rank());
-    return is_tail ? rank * Tile::tail_columns : rank * Tile::value_columns + first_panel * Tile::panel_columns;
-  }
+  FP_DEVICE static i32 first_column() { return Tile::template first_column<is_tail>(part); }
 };
 
 // Loads a part by the copy engine. A lane holds the origin of one of 32 boxes.

@@ -35,6 +35,7 @@ struct ColumnsOutput {
     const bool gives = blocks > group, takes = blocks > 1 - group;
     constexpr int half_tiles = tiles / 2, given = (1 - group) * half_tiles, own = group * half_tiles;
     constexpr int round_tiles = half_tiles / 2;
+    static_assert(round_tiles <= Shared::tokens / 8, "values pass through the memory of scores");
     const int thread = threadIdx.x % 128;
     float sum[2];
 #pragma unroll

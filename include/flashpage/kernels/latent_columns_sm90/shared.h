@@ -29,8 +29,9 @@ struct ColumnsShared {
   using Present = PresentTokens<Traits::kv_source>;
   // Two warps convert a part, each the rows of half of the tokens.
   static constexpr int sharers = converts ? 2 : 1;
-  // Arrivals at a barrier of a part. The lanes' copies arrive by themselves; the first part's warp also notes
-  // `present`.
+  // Arrivals at a part's barrier, in addition to bytes: one of each converting warp, one of the warp that loads boxes,
+  // or 32 of a warp's lanes whose copies arrive; row by row the first part's warp arrives once more after it has
+  // written `present`.
   static constexpr int copied = by_boxes || converts ? sharers : 32;
   static constexpr int noted = by_boxes || converts || !is_selected ? 0 : 1;
   // Registers of a thread. Warps that load row by row need more of them. Warpgroups that take turns have no scores in

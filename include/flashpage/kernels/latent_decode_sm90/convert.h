@@ -34,8 +34,11 @@ struct LatentConvert {
   static constexpr int first_quantised = row_scales > 0 ? 1 : 0, first_rest = first_quantised + pieces / together;
   static constexpr int groups = first_rest + rest_pieces / together;
   static constexpr int in_flight = min_of(groups, Shared::pieces_ahead / together);
-  static_assert(rows * max_of(row_scales, 1) <= 32 && rows * row_pieces % 32 == 0 && rows * rest_row_pieces % 32 == 0);
-  static_assert(scale_bytes <= Shared::scale_bytes && scale_bytes % 8 == 0 && Format::quantised % 64 == 0);
+  static_assert(rows * max_of(row_scales, 1) <= 32, "a pass of the warp covers the scales of its rows");
+  static_assert(rows * row_pieces % 32 == 0 && rows * rest_row_pieces % 32 == 0, "lanes have equally many pieces");
+  static_assert(scale_bytes <= Shared::scale_bytes && scale_bytes % 8 == 0,
+                "a row has at most 16 bytes of scales, in pieces of 8");
+  static_assert(Format::quantised % 64 == 0, "columns in fp8 are whole panels");
 
   // Where the rows of a slot are; lanes `rows` apart have the same row.
   struct Source {

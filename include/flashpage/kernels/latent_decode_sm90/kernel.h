@@ -3,9 +3,9 @@
 // Products are transposed: S^T = K Q^T has 64 tokens as its rows and the unit's packed rows as its columns, and O^T +=
 // V^T P^T has 64 value columns as its rows. So the wide factors K and V^T are read from the slot as they arrived, each
 // once, and no row of a product is padding. Two warps load, one publishes the units, and two warpgroups (teams)
-// compute; rows in fp8 are converted by a warpgroup of their own. They multiply every slot together, so that it is free
-// again early: each sums half of the terms of the scores, and has half of the value columns. Clusters merge the
-// pieces of a cut unit themselves (merge.h).
+// compute; rows in fp8 are converted by one warpgroup more, or two for up to 16 packed rows. Both teams multiply every
+// slot together, so that it is free again early: each sums half of the terms of the scores, and has half of the value
+// columns. Clusters merge the pieces of a cut unit themselves (merge.h).
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/compute.h"
 #include "flashpage/kernels/latent_decode_sm90/convert.h"

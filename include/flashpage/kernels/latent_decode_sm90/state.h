@@ -1,7 +1,6 @@
 // Softmax in base 2 over the rows of transposed scores. The scores of a tile of eight packed rows are 64 tokens x 8
 // rows for a warpgroup: a lane has rows lane % 4 * 2 and lane % 4 * 2 + 1 of each, and its warp's tokens lane / 4 and
-// lane / 4
-// + 8. Sums stay per lane until the unit's end; all warps of a team have the same maxima.
+// lane / 4 + 8. Sums stay per lane until the unit's end; all warps of a team have the same maxima.
 #pragma once
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/tile/softmax/state_weight.h"

@@ -1,4 +1,5 @@
-// Attention of many packed rows over latent rows (MLA) on Hopper: its time is the time of the tensor cores' products.
+// Attention of more than 64 packed rows over latent rows (MLA) on Hopper, by pairs of CTAs that load tokens for each
+// other: its time is the time of the tensor cores' products.
 //
 // A CTA has 64 packed rows, whose values take half of an SM's registers: each of two computing warpgroups has half of
 // the value columns. Blocks of 64 tokens come in pairs. One warpgroup computes the probabilities of the first block,

@@ -7,7 +7,9 @@
 
 namespace flashpage {
 
-// As score_scale_of and value_scale_of; the scales of fp8 rows are applied to their elements.
+// The factors of scores and of values, as score_scale_of and value_scale_of. Rows in fp8: tensors of scales are applied
+// to elements; a number for the shared columns is already in params.score_scale and value_scale, and tail_scale is
+// relative to it.
 template <class Traits>
 FP_DEVICE float latent_score_scale(const AttentionParams& params, const WorkItem& item, const Unit& unit) {
   if constexpr (!converts_latents<Traits>) return score_scale_of<Traits>(params, item, unit);
