@@ -216,7 +216,14 @@ def append_paged_mla_kv_cache(
         scales = Scales(ckv_scale, ckv_scale_arr, kpe_scale)
         _append_in_fp8((append_ckv, append_kpe), (ckv_cache, kpe_cache), lists, scales, kv_row_format)
         return
-    checks.refuse_given(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+    checks.refuse_all(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+    for name, cache, rows in (("ckv_cache", ckv_cache, append_ckv), ("kpe_cache", kpe_cache, append_kpe)):
+        are_tensors = isinstance(cache, torch.Tensor) and isinstance(rows, torch.Tensor)
+        if are_tensors and cache.dtype is torch.float8_e5m2 and rows.dtype is not cache.dtype:
+            raise RunError(
+                f"{name} has dtype {cache.dtype}: latent rows are quantised to float8_e4m3fn alone; pass such a cache, "
+                f"or rows of {cache.dtype}."
+            )
     if append_kpe is None and kpe_cache is None:
         append_kpe, kpe_cache = (
             checks.tensor(t, n, RunError)[..., :0] for n, t in (("append_ckv", append_ckv), ("ckv_cache", ckv_cache))
@@ -266,7 +273,7 @@ def _append_in_fp8(
     packed = latent_formats.packed(row_format)
     columns = dims if packed is None else (packed.row_bytes, 0)
     if packed is not None:
-        checks.refuse_given(ckv_scale=scales.ckv, ckv_scale_arr=scales.ckv_of_tokens, kpe_scale=scales.kpe)
+        checks.refuse_all(ckv_scale=scales.ckv, ckv_scale_arr=scales.ckv_of_tokens, kpe_scale=scales.kpe)
     if scales.ckv is not None and scales.ckv_of_tokens is not None:
         raise RunError("ckv_scale and ckv_scale_arr are both given: pass one of them.")
     if [size for size in columns if size] != [tensor.shape[-1] for _, tensor in written]:
