@@ -1,18 +1,12 @@
-"""FlashInfer's records of models' dimensions, for programs that import them; nothing here reads them."""
+"""Other names of `flashinfer.mla`: its records of models' dimensions, for programs that import them, and names of other
+kernels, which are refused by a reason."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-__all__ = [
-    "MLAHeadDimensions",
-    "MLALayerDimensions",
-    "deepseek_mla_dimensions",
-    "nope_mla_dimensions",
-    "smaller_mla_dimensions",
-    "supported_mla_head_dimensions",
-    "supported_mla_layer_dimensions",
-]
+from ..base import refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,3 +36,22 @@ supported_mla_layer_dimensions = [
     MLALayerDimensions(deepseek_mla_dimensions, 64),
     MLALayerDimensions(smaller_mla_dimensions, 32),
 ]
+
+_RECORDS = {
+    "MLAHeadDimensions": MLAHeadDimensions,
+    "MLALayerDimensions": MLALayerDimensions,
+    "deepseek_mla_dimensions": deepseek_mla_dimensions,
+    "nope_mla_dimensions": nope_mla_dimensions,
+    "smaller_mla_dimensions": smaller_mla_dimensions,
+    "supported_mla_head_dimensions": supported_mla_head_dimensions,
+    "supported_mla_layer_dimensions": supported_mla_layer_dimensions,
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A name that `flashpage.mla` does not list."""
+    if name in refused.OF_MLA:
+        return getattr(refused, name)
+    if name in _RECORDS:
+        return _RECORDS[name]
+    raise AttributeError(f"module 'flashpage.mla' has no attribute {name!r}")
