@@ -19,6 +19,7 @@ from .wrappers.latent_functions import (
     trtllm_prefill_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
+from .wrappers.latent_names import __getattr__  # noqa: F401  # FlashInfer's other names, by which they are found
 from .wrappers.latent_sparse import BatchMLASparseAttentionWrapper
 
 __all__ = [

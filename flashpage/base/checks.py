@@ -20,6 +20,7 @@ BACKENDS = ("auto", "fa2", "fa3")  # FlashInfer's names for what one kernel choi
 DEFAULT_ROPE_SCALE, DEFAULT_ROPE_THETA = 1.0, 1e4
 
 _VARIANT_HINT = "pass plan(..., variant=flashpage.Variant(...)), whose one source runs on the CPU and on the card"
+_NO_SCALES = "rows of q's type have no scales, and those of kv_row_format hold theirs: leave it None"
 _REASONS = {
     "use_fp16_qk_reduction": "scores are accumulated in fp32: leave it False",
     "jit_args": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
@@ -44,9 +45,12 @@ _REASONS = {
     "skip_softmax": "no kernel here skips tiles of a softmax: leave it False",
     "kv_len": "plan has the lengths: leave it None",
     "page_table": "plan has the page numbers: leave it None",
-    "ckv_scale": "only rows of kv_data_type float8_e4m3fn take it: leave it None",
-    "ckv_scale_arr": "only rows of kv_data_type float8_e4m3fn take it: leave it None",
-    "kpe_scale": "only rows of kv_data_type float8_e4m3fn take it: leave it None",
+    "ckv_scale": _NO_SCALES,
+    "ckv_scale_arr": _NO_SCALES,
+    "kpe_scale": _NO_SCALES,
+    "bmm1_scale": "pass sm_scale to plan, and ckv_scale and kpe_scale of fp8 rows to run",
+    "bmm2_scale": "pass ckv_scale and kpe_scale of fp8 rows to run, or multiply the output",
+    "scale_mode": "it belongs to Blackwell kernels: pass 'default', sm_scale, and the scales of fp8 rows to run",
     "seq_lens_q": "rows of a request come from qo_indptr: leave it None",
 }
 
@@ -77,6 +81,13 @@ def refuse_given(**values: Any) -> None:
     """Refuses options whose values are not None, False or 0."""
     for name, value in values.items():
         if value is not None and (isinstance(value, torch.Tensor) or value):
+            refuse(name, value)
+
+
+def refuse_all(**values: Any) -> None:
+    """Refuses options that are given at all, 0 and False too."""
+    for name, value in values.items():
+        if value is not None:
             refuse(name, value)
 
 

@@ -244,8 +244,9 @@ def check_cache(
     if options.is_paged:
         name = "ckv_cache" if options.is_latent else "paged_kv_cache"
         if k.page_size != options.page_size:
+            layout = "" if options.is_latent else f" ({kv_layout})"
             raise RunError(
-                f"{name} has pages of {k.page_size} tokens ({kv_layout}) but the plan has "
+                f"{name} has pages of {k.page_size} tokens{layout} but the plan has "
                 f"page_size={options.page_size}: pass page_size={k.page_size} to plan."
             )
         if options.is_selected and k.num_pages == 0:
@@ -263,6 +264,8 @@ def check_cache(
             )
         if k.num_pages < kv_end:
             raise RunError(f"k has {k.num_pages} tokens but the plan's {names[0]} ends at {kv_end}: pass all of them.")
+    if options.is_latent:
+        _check_columns(isinstance(cache, tuple), (k, v), options)
     cache_name = "paged_kv_cache's " if options.kv_source == "paged" else ""
     for i, (name, view, dim) in enumerate(zip(options.halves, (k, v), options.half_dims, strict=True)):
         if view.head_dim != dim:
@@ -280,8 +283,29 @@ def check_cache(
     return k.num_heads
 
 
+def _check_columns(is_pair: bool, views: tuple[kv_view.View, kv_view.View], options: Options) -> None:
+    """The columns, or the bytes, of latent rows."""
+    rows = [
+        (name, view.head_dim, dim) for name, view, dim in zip(options.halves, views, options.half_dims, strict=True)
+    ]
+    if not is_pair:
+        rows = [("kv_cache", rows[0][1] + rows[1][1], rows[0][2] + rows[1][2])]
+    unit = "columns" if options.latent_row_format is None else "bytes"
+    for name, columns, planned in rows:
+        if columns != planned:
+            raise RunError(
+                f"{name} has rows of {columns} {unit} but the plan is for {planned}: plan with its head_dim_ckv, "
+                "head_dim_kpe and kv_row_format."
+            )
+
+
 def check_run_heads(num_q_heads: int, num_kv_heads: int, options: Options) -> tuple[int, int]:
     """A plan for more heads than a layer has serves it, through a derived plan; a plan for fewer heads does not."""
+    if options.is_latent and num_q_heads > options.num_q_heads:
+        raise RunError(
+            f"q has {num_q_heads} heads but the plan is for num_heads={options.num_q_heads}: "
+            "plan with the largest head count of all layers."
+        )
     if num_q_heads > options.num_q_heads or num_kv_heads > options.num_kv_heads:
         raise RunError(
             f"q has {num_q_heads} heads and the cache {num_kv_heads} but the plan is for "

@@ -8,14 +8,12 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..base import checks, env, kv_view, tensor_memory
-from ..base.dtypes import DType
 from ..base.errors import FlashpageError, RunError
-from ..kernels import kv_formats, latent_formats
-from ..kernels.latent_formats import check_format
+from ..kernels import kv_formats
 from ..plan.lengths import batch_of
 from . import operators
-from .latent_append import LatentPlaces, LatentWrite, Scales
-from .quantised_append import WIDE, Places, QuantisedWrite
+from .latent_append import LatentPlaces, LatentWrite, Scales, latent_write, of_no_columns, refuse_to_quantise
+from .quantised_append import Places, QuantisedWrite
 
 
 def append_paged_kv_cache(
@@ -208,15 +206,18 @@ def append_paged_mla_kv_cache(
 
     The other arguments are those of append_paged_kv_cache.
     """
-    append_kpe, kpe_cache = _of_no_columns(append_kpe), _of_no_columns(kpe_cache)
+    append_kpe, kpe_cache = of_no_columns(append_kpe), of_no_columns(kpe_cache)
     is_e4m3 = isinstance(ckv_cache, torch.Tensor) and ckv_cache.dtype is torch.float8_e4m3fn
     is_given = isinstance(append_ckv, torch.Tensor) and append_ckv.dtype is torch.float8_e4m3fn
     if kv_row_format is not None or (is_e4m3 and not is_given):
         lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
         scales = Scales(ckv_scale, ckv_scale_arr, kpe_scale)
-        _append_in_fp8((append_ckv, append_kpe), (ckv_cache, kpe_cache), lists, scales, kv_row_format)
+        write = latent_write((append_ckv, append_kpe), (ckv_cache, kpe_cache), scales, kv_row_format)
+        _append_in_fp8(write, lists, scales)
         return
-    checks.refuse_given(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+    checks.refuse_all(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+    refuse_to_quantise("ckv_cache", ckv_cache, append_ckv)
+    refuse_to_quantise("kpe_cache", kpe_cache, append_kpe)
     if append_kpe is None and kpe_cache is None:
         append_kpe, kpe_cache = (
             checks.tensor(t, n, RunError)[..., :0] for n, t in (("append_ckv", append_ckv), ("ckv_cache", ckv_cache))
@@ -241,56 +242,16 @@ def append_paged_mla_kv_cache(
         raise
 
 
-def _of_no_columns(part: Any) -> Any:
-    """None for a tail without columns."""
-    return None if isinstance(part, torch.Tensor) and part.dim() > 1 and part.shape[-1] == 0 else part
-
-
-def _append_in_fp8(
-    given: tuple[Any, Any], caches: tuple[Any, Any], places: tuple[Any, ...], scales: Scales, kv_row_format: Any
-) -> None:
-    rows = [("append_ckv", given[0])] + ([] if given[1] is None else [("append_kpe", given[1])])
-    written = [("ckv_cache", caches[0])] + ([] if caches[1] is None else [("kpe_cache", caches[1])])
-    operators.check_plain(*rows, *written)
-    nnz, device = len(checks.tensor(given[0], "append_ckv", RunError)), given[0].device
-    for name, tensor in rows:
-        if tensor.dim() != 2 or len(tensor) != nnz or tensor.dtype not in WIDE or tensor.dtype != given[0].dtype:
-            raise RunError(
-                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: "
-                "pass [nnz, dim] of float16, bfloat16 or float32, equal for both parts."
-            )
-        checks.same_device(tensor, device, name, RunError)
-        checks.dense_last(tensor, name, RunError)
-    dims = (given[0].shape[1], 0 if given[1] is None else given[1].shape[1])
-    row_format, _ = check_format(kv_row_format, DType.FLOAT8_E4M3, dims)
-    packed = latent_formats.packed(row_format)
-    columns = dims if packed is None else (packed.row_bytes, 0)
-    if packed is not None:
-        checks.refuse_given(ckv_scale=scales.ckv, ckv_scale_arr=scales.ckv_of_tokens, kpe_scale=scales.kpe)
-    if scales.ckv is not None and scales.ckv_of_tokens is not None:
-        raise RunError("ckv_scale and ckv_scale_arr are both given: pass one of them.")
-    if [size for size in columns if size] != [tensor.shape[-1] for _, tensor in written]:
-        found = " and ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in written)
-        raise RunError(
-            f"{found}: pass [pages, page_size, columns] with {' and '.join(str(n) for n in columns if n)} columns."
-        )
-    types = (torch.float8_e4m3fn,) if packed is None else (torch.float8_e4m3fn, torch.uint8, torch.int8)
-    for name, tensor in written:
-        checks.same_device(tensor, device, name, RunError)
-        tensor_memory.check_written(tensor, name, RunError)
-        if tensor.dim() != 3 or tensor.dtype not in types:
-            raise RunError(f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass 3-D {types[0]}.")
-    if len(written) == 2 and caches[0].numel() and caches[0].data_ptr() == caches[1].data_ptr():
-        raise RunError("ckv_cache begins where kpe_cache does, and both are written: pass two caches.")
+def _append_in_fp8(write: LatentWrite, places: tuple[Any, ...], scales: Scales) -> None:
+    nnz, device = write.ckv.shape[0], write.ckv.device
     lengths = (nnz, nnz, None, None)
     names = ("batch_indices", "positions", "kv_indices", "kv_indptr")
     lists = (
         _index(*pair, length, device) for pair, length in zip(zip(places, names, strict=False), lengths, strict=True)
     )
     _check_last_page_len(places[4], batch_of(places[3], "kv_indptr"), device)
-    parts = tuple(tensor for _, tensor in written)
-    LatentWrite(given[0], given[1], parts, row_format).write(LatentPlaces(*lists), scales)
-    torch.autograd.graph.increment_version(parts)
+    write.write(LatentPlaces(*lists), scales)
+    torch.autograd.graph.increment_version(write.caches)
 
 
 def _check_last_page_len(kv_last_page_len: Any, batch: int, device: torch.device) -> None:

@@ -12,17 +12,19 @@ from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.warn import warn
 from ..plan.lengths import Names
-from ..plan.page_indices import Pages
+from ..plan.page_indices import Mask, Pages
 from .adapter import Adapter
 from .engine_access.attributes import Buffer, Written, array_of_plan
 from .engine_access.cached_module import LatentPlanModule
 from .latent_batch import MLAPlanMetadata
-from .latent_run import caches_of, joined_query, scales_of, use_run_names
+from .latent_run import caches_of, check_scale_mode, joined_query, scales_of, use_run_names
 from .plan_arguments import LatentArguments, differ
 
 _LATENT = Names("qo_indptr", "kv_indptr", "kv_len_arr", "kv_len_arr", "kv_indices")
+_DENSE = Names("cum_seq_lens_q", "kv_indptr", "seq_lens", "seq_lens", "block_tables")
 _LAYOUTS = ("split", "packed")
 _LSE_MODES = ("none", "base2", "basee")
+# FlashInfer's positional arguments of plan.
 _FLAT = (
     *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe"),
     *("page_size", "causal", "sm_scale", "q_data_type", "kv_data_type", "use_profiler"),
@@ -41,6 +43,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         qo_indptr, kv_indptr, kv_len_arr: with `use_cuda_graph`; their lengths fix the batch.
         kv_indices: with `use_cuda_graph`; int32, plan copies the page numbers there.
         backend: "auto" ("fa2", "fa3": the same).
+        custom_mask_buf: with `use_cuda_graph` and masks; uint8, plan copies the packed bits there.
     """
 
     _length_names = _LATENT
@@ -50,6 +53,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
     _page_size = Written(lambda state: state._planner.options.page_size)
 
     _uses_profiler = False
+    _has_warned = False  # of arrays as keywords, once in a process
 
     def __init__(
         self,
@@ -60,12 +64,14 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         kv_indices: torch.Tensor | None = None,
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
+        *,
+        custom_mask_buf: torch.Tensor | None = None,
     ) -> None:
         super().__init__(float_workspace_buffer, "NHD", use_cuda_graph, backend)
         self._lse_mode = "base2"
         self._enable_pdl: bool | None = None
         buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
-        self._take_graph_buffers(None, **buffers)
+        self._take_graph_buffers(None, **buffers, custom_mask_buf=custom_mask_buf)
 
     def plan(
         self,
@@ -92,27 +98,40 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         kv_row_format: str | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
         qo_indptr: torch.Tensor | None = None,
         kv_indptr: torch.Tensor | None = None,
         kv_indices: torch.Tensor | None = None,
         kv_len_arr: torch.Tensor | None = None,
+        cum_seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        max_q_len: int | None = None,
     ) -> None:
         """Plans a batch.
 
         Args:
             flat: deprecated: qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe,
-                page_size, causal, sm_scale, q_data_type and kv_data_type by position.
-            metadata: lengths and page numbers, or the four arrays of `MLAPlanMetadata.csr` as keywords.
+                page_size, causal, sm_scale, q_data_type, kv_data_type and use_profiler by position.
+            metadata: lengths and page numbers.
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr: deprecated: in place of `metadata`, those of
+                `MLAPlanMetadata.csr`.
+            cum_seq_lens_q, block_tables, seq_lens, max_q_len: deprecated: in place of `metadata`, those of
+                `MLAPlanMetadata.dense`.
             num_heads: query heads, any number.
             head_dim_ckv, head_dim_kpe: columns that K and V share, and those that only K has (0: none).
             page_size: tokens a page.
             causal: (None: False) row r of a request sees tokens up to kv_len - q_len + r.
             sm_scale: multiplies the scores; the model's, which no shape here tells.
-            q_data_type, kv_data_type, output_dtype: types of q, of the latent rows and of the output (None: q's). Rows
-                of float8_e4m3fn have scales, which are given at run.
+            q_data_type, kv_data_type, output_dtype: types of q (None: float16), of the latent rows and of the output
+                (None: q's). Rows of float8_e4m3fn have scales, which are given at run.
             query_layout, kv_cache_layout: "split" (two tensors) or "packed" (one); run takes both at any time.
             lse_mode: "base2", "basee", or "none": base 2, if run returns an LSE all the same; None: base 2.
-            use_profiler: runs get a `profiler_buffer`.
+            use_profiler: whether runs may get a `profiler_buffer`.
+            output_scale: "none".
+            scale_mode: "default", or "kv-per-tensor" for rows of float8_e4m3fn, which have scales in either mode.
+            skip_softmax: False.
             enable_pdl: programmatic dependent launch of the runs; None: if the card has it.
             use_sinks: whether runs get sinks; run takes them at any time.
             kv_row_format: fp8 rows that hold their scales, in one cache of bytes: "deepseek_v32" (656 bytes: 512 e4m3,
@@ -121,10 +140,12 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
                 the rest of the batch. None: balanced.
             disable_split_kv: no request is cut.
+            custom_mask: for trees of guesses: each request's q_len x kv_len booleans (True: visible), flattened and
+                joined; it replaces causal, and the host reads the lengths. For rows of q's type.
+            packed_custom_mask: the mask as bits, `segment_packbits(mask, indptr, bitorder="little")`.
         """
         checks.refuse_given(skip_softmax=skip_softmax)
         checks.choice("output_scale", output_scale, ("none",))
-        checks.choice("scale_mode", scale_mode, ("default",))
         checks.flag("use_sinks", use_sinks)
         enable_pdl = None if enable_pdl is None else checks.flag("enable_pdl", enable_pdl)
         if output_dtype is not None:
@@ -132,50 +153,81 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         checks.choice("query_layout", query_layout, _LAYOUTS)
         checks.choice("kv_cache_layout", kv_cache_layout, _LAYOUTS)
         lse_mode = "base2" if lse_mode is None else checks.choice("lse_mode", lse_mode, _LSE_MODES)
-        by_position = _by_position(flat)
-        use_profiler = checks.flag("use_profiler", by_position.pop("use_profiler", use_profiler))
-        given = by_position | {
-            name: value
-            for name, value in (
-                ("qo_indptr", qo_indptr),
-                ("kv_indptr", kv_indptr),
-                ("kv_indices", kv_indices),
-                ("kv_len_arr", kv_len_arr),
-                ("num_heads", num_heads),
-                ("head_dim_ckv", head_dim_ckv),
-                ("head_dim_kpe", head_dim_kpe),
-                ("page_size", page_size),
-                ("causal", causal),
-                ("sm_scale", sm_scale),
-                ("q_data_type", q_data_type),
-                ("kv_data_type", kv_data_type),
-            )
-            if value is not None
-        }
+        given = _by_position(flat)
+        if "use_profiler" in given and use_profiler is not False:
+            raise PlanError("use_profiler is given by position and by keyword: pass one.")
+        use_profiler = checks.flag("use_profiler", given.pop("use_profiler", use_profiler))
+        # FlashInfer's positional arguments, which are None where a caller leaves them out.
+        for name, value in (
+            ("qo_indptr", qo_indptr),
+            ("kv_indptr", kv_indptr),
+            ("kv_indices", kv_indices),
+            ("kv_len_arr", kv_len_arr),
+            ("num_heads", num_heads),
+            ("head_dim_ckv", head_dim_ckv),
+            ("head_dim_kpe", head_dim_kpe),
+            ("page_size", page_size),
+            ("causal", causal),
+            ("sm_scale", sm_scale),
+            ("q_data_type", q_data_type),
+            ("kv_data_type", kv_data_type),
+        ):
+            if value is not None:
+                if name in given:
+                    raise PlanError(f"{name} is given by position and by keyword: pass one.")
+                given[name] = value
+        dense = {"cum_seq_lens_q": cum_seq_lens_q, "block_tables": block_tables, "seq_lens": seq_lens}
         arrays = {name: given.pop(name) for name in _FLAT[:4] if name in given}
-        if metadata is None:
-            metadata = MLAPlanMetadata(**arrays)
-        elif arrays:
-            raise PlanError(f"metadata and {min(arrays)} both give the batch: pass one of them.")
-        elif not isinstance(metadata, MLAPlanMetadata):
-            raise PlanError(f"metadata={checks.shown(metadata)}: pass MLAPlanMetadata.csr, dense or dual.")
+        arrays |= {n: value for n, value in (dense | {"max_q_len": max_q_len}).items() if value is not None}
+        metadata = self._metadata(metadata, arrays, is_by_position=bool(flat))
+        check_scale_mode(scale_mode, given.get("kv_data_type"), kv_row_format)
+        mask = Mask.of(custom_mask, packed_custom_mask)
+        # Keywords alone, which always have a value.
         own = {"o_data_type": output_dtype, "fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv}
-        arguments = LatentArguments(**given, **own, kv_row_format=kv_row_format)
+        arguments = LatentArguments(**given, **own, kv_row_format=kv_row_format, has_mask=mask is not None)
         if differ(arguments, self._arguments):
             self._check(arguments)
         self._now = self._planned
-        self._plan(metadata)
+        self._plan(metadata, mask)
         # Of a plan that is not refused: runs of the one before keep theirs.
         self._enable_pdl, self._lse_mode, self._uses_profiler = enable_pdl, lse_mode, use_profiler
 
     begin_forward = plan
 
-    def _plan(self, given: MLAPlanMetadata) -> None:
-        if given.is_on_device:
-            self._plan_tables(given)
-            return
-        pages = Pages(given.kv_indices, given.block_tables)
-        self._attention.plan(given.lengths(self._options.page_size), pages, self._options, self._now)
+    @classmethod
+    def _metadata(cls, metadata: Any, arrays: dict[str, Any], *, is_by_position: bool) -> MLAPlanMetadata:
+        """The batch, from one object or from arrays of one form."""
+        if metadata is not None:
+            if arrays:
+                raise PlanError(f"metadata and {min(arrays)} both give the batch: pass one of them.")
+            if not isinstance(metadata, MLAPlanMetadata):
+                raise PlanError(f"metadata={checks.shown(metadata)}: pass MLAPlanMetadata.csr, dense or dual.")
+            return metadata
+        if not arrays:
+            raise PlanError(
+                "metadata=None: pass MLAPlanMetadata.csr, dense or dual, or the four arrays of csr as keywords."
+            )
+        csr, dense = (sorted(name for name in arrays if (name in _FLAT) is is_csr) for is_csr in (True, False))
+        if csr and dense:
+            raise PlanError(f"{csr[0]} and {dense[0]} belong to two forms of a batch: pass MLAPlanMetadata.dual.")
+        if not is_by_position and not BatchMLAPagedAttentionWrapper._has_warned:
+            BatchMLAPagedAttentionWrapper._has_warned = True
+            form = "csr" if csr else "dense"
+            warn(f"arrays of plan are deprecated: pass metadata=MLAPlanMetadata.{form}(...)", DeprecationWarning)
+        return MLAPlanMetadata(**arrays)
+
+    def _plan(self, given: MLAPlanMetadata, mask: Mask | None) -> None:
+        self._planner.batch.names = _DENSE if given.is_dense else _LATENT
+        try:
+            if given.is_on_device and mask is None:
+                self._plan_tables(given)
+                return
+            pages = Pages(given.kv_indices, given.block_tables)
+            self._attention.plan(given.lengths(self._options.page_size), pages, self._options, self._now, mask)
+        except FlashpageError as error:
+            if given.is_dense:
+                error.use_names({"qo_indptr": "cum_seq_lens_q", "kv_indices": "block_tables"})
+            raise
 
     def _plan_tables(self, given: MLAPlanMetadata) -> None:
         """Plans on the device, which alone knows the lengths."""
@@ -201,12 +253,15 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         return_lse_base_on_e: bool = False,
         o_scale: Any = None,
         *,
-        query: torch.Tensor | None = None,
-        kv_cache: torch.Tensor | None = None,
+        query: Any = None,
+        kv_cache: Any = None,
         sinks: torch.Tensor | None = None,
         ckv_scale: Any = None,
         ckv_scale_arr: torch.Tensor | None = None,
         kpe_scale: Any = None,
+        skip_softmax_threshold_scale_factor: Any = None,
+        bmm1_scale: Any = None,
+        bmm2_scale: Any = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -220,18 +275,33 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             profiler_buffer: uint64 [n], if plan got use_profiler: gets the events of each CTA, as
                 flashinfer.profiler.export_to_perfetto_trace reads them; the call waits for the run.
             return_lse_base_on_e: lse has natural logarithms, whatever lse_mode says.
-            query: q_nope and q_pe in one tensor [rows, heads, head_dim_ckv + head_dim_kpe], in place of them.
-            kv_cache: both caches in one tensor [pages, page_size, head_dim_ckv + head_dim_kpe], in place of them.
+            query: in place of q_nope and q_pe, the pair of them, or one tensor [rows, heads, head_dim_ckv +
+                head_dim_kpe].
+            kv_cache: in place of both caches, the pair of them, or one tensor [pages, page_size, head_dim_ckv +
+                head_dim_kpe]; with kv_row_format one tensor of bytes, [pages, page_size, 656 or 584].
             sinks: [heads] fp32, natural-log units, which join the denominator.
             ckv_scale, kpe_scale: rows of float8_e4m3fn: what their elements are multiplied by (None: 1), numbers or
                 tensors of one float32.
             ckv_scale_arr: in place of ckv_scale, float32 [pages, page_size, head_dim_ckv / 128], contiguous: one scale
                 for 128 columns of a token.
+
+        A `query` or a `kv_cache` may also be a pair of the tensor and the pair, as FlashInfer takes both forms. Other
+        arguments belong to FlashInfer's kernels and are refused.
         """
-        checks.refuse_given(o_scale=o_scale, kv_len=kv_len, page_table=page_table)
+        if not (
+            o_scale is kv_len is page_table is skip_softmax_threshold_scale_factor is bmm1_scale is bmm2_scale is None
+        ):
+            checks.refuse_all(
+                o_scale=o_scale,
+                kv_len=kv_len,
+                page_table=page_table,
+                bmm1_scale=bmm1_scale,
+                bmm2_scale=bmm2_scale,
+                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            )
         options = self._options if self._planner.active else None
         scales = scales_of(options, ckv_scale, ckv_scale_arr, kpe_scale)
-        q = joined_query(query, q_nope, q_pe)
+        q = joined_query(options, query, q_nope, q_pe)
         cache = caches_of(options, kv_cache, ckv_cache, kpe_cache)
         return_lse = checks.flag("return_lse", return_lse, RunError)
         if return_lse_base_on_e is not False:
@@ -244,7 +314,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
                 return self._attention.run_profiled(profiler_buffer, self._uses_profiler, run, given, is_latent=True)
             return run(*given)
         except FlashpageError as error:
-            use_run_names(error, query is not None, kv_cache is not None)
+            use_run_names(error, query, kv_cache)
             raise
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -254,7 +324,9 @@ def _by_position(flat: tuple[Any, ...]) -> dict[str, Any]:
     """Arguments of FlashInfer's former plan by their names."""
     if not flat:
         return {}
+    if isinstance(flat[0], MLAPlanMetadata):
+        raise PlanError("metadata was given by position: pass metadata=.")
     if len(flat) > len(_FLAT):
         raise PlanError(f"plan was given {len(flat)} positional arguments: pass metadata= and keywords.")
     warn("positional arguments of plan are deprecated: pass metadata= and keywords", DeprecationWarning)
-    return dict(zip(_FLAT, flat, strict=False))
+    return {name: value for name, value in zip(_FLAT, flat, strict=False) if value is not None}

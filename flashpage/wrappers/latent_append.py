@@ -12,12 +12,24 @@ from ..base import checks, kv_view, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import RunError
 from ..kernels import latent_formats
+from ..kernels.latent_formats import check_format
 from ..kernels.spec import KernelSpec
 from ..run.checks import check_places, has_pages, rows_of_pages
 from . import operators
+from .quantised_append import WIDE
 
 _LARGEST = 448.0  # of e4m3
 _EXPONENT_BIAS = 127  # of scales that are exponents
+
+
+def refuse_to_quantise(name: str, cache: Any, rows: Any) -> None:
+    """Refuses a cache in fp8 that would need its rows quantised."""
+    are_tensors = isinstance(cache, torch.Tensor) and isinstance(rows, torch.Tensor)
+    if are_tensors and cache.dtype is torch.float8_e5m2 and rows.dtype is not cache.dtype:
+        raise RunError(
+            f"{name} has dtype {cache.dtype}: latent rows are quantised to float8_e4m3fn alone; pass such a cache, "
+            f"or rows of {cache.dtype}."
+        )
 
 
 class LatentPlaces(NamedTuple):
@@ -155,6 +167,49 @@ class LatentWrite(NamedTuple):
             flat[pages[:, None], first_scale + torch.arange(scales.shape[1], device="cpu")] = exponents
         else:
             raise AssertionError(f"rows of the format {self.format} are not written on the CPU")
+
+
+def of_no_columns(part: Any) -> Any:
+    """None for a tail without columns."""
+    return None if isinstance(part, torch.Tensor) and part.dim() > 1 and part.shape[-1] == 0 else part
+
+
+def latent_write(given: tuple[Any, Any], caches: tuple[Any, Any], scales: Scales, kv_row_format: Any) -> LatentWrite:
+    """Checks new rows, their tails or None, and the caches that get them."""
+    rows = [("append_ckv", given[0])] + ([] if given[1] is None else [("append_kpe", given[1])])
+    written = [("ckv_cache", caches[0])] + ([] if caches[1] is None else [("kpe_cache", caches[1])])
+    operators.check_plain(*rows, *written)
+    nnz, device = len(checks.tensor(given[0], "append_ckv", RunError)), given[0].device
+    for name, tensor in rows:
+        if tensor.dim() != 2 or len(tensor) != nnz or tensor.dtype not in WIDE or tensor.dtype != given[0].dtype:
+            raise RunError(
+                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: "
+                "pass [nnz, dim] of float16, bfloat16 or float32, equal for both parts."
+            )
+        checks.same_device(tensor, device, name, RunError)
+        checks.dense_last(tensor, name, RunError)
+    dims = (given[0].shape[1], 0 if given[1] is None else given[1].shape[1])
+    row_format, _ = check_format(kv_row_format, DType.FLOAT8_E4M3, dims)
+    packed = latent_formats.packed(row_format)
+    columns = dims if packed is None else (packed.row_bytes, 0)
+    if packed is not None:
+        checks.refuse_all(ckv_scale=scales.ckv, ckv_scale_arr=scales.ckv_of_tokens, kpe_scale=scales.kpe)
+    if scales.ckv is not None and scales.ckv_of_tokens is not None:
+        raise RunError("ckv_scale and ckv_scale_arr are both given: pass one of them.")
+    if [size for size in columns if size] != [tensor.shape[-1] for _, tensor in written]:
+        found = " and ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in written)
+        raise RunError(
+            f"{found}: pass [pages, page_size, columns] with {' and '.join(str(n) for n in columns if n)} columns."
+        )
+    types = (torch.float8_e4m3fn,) if packed is None else (torch.float8_e4m3fn, torch.uint8, torch.int8)
+    for name, tensor in written:
+        checks.same_device(tensor, device, name, RunError)
+        tensor_memory.check_written(tensor, name, RunError)
+        if tensor.dim() != 3 or tensor.dtype not in types:
+            raise RunError(f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass 3-D {types[0]}.")
+    if len(written) == 2 and caches[0].numel() and caches[0].data_ptr() == caches[1].data_ptr():
+        raise RunError("ckv_cache begins where kpe_cache does, and both are written: pass two caches.")
+    return LatentWrite(given[0], given[1], tuple(tensor for _, tensor in written), row_format)
 
 
 def _number(value: Any, name: str) -> float:

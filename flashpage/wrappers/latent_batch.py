@@ -10,7 +10,7 @@ from ..base import checks
 from ..base.errors import PlanError
 from ..kernels.options import Options
 from ..plan.device_lengths import TableLengths
-from ..plan.lengths import Lengths
+from ..plan.lengths import Lengths, batch_of
 
 
 class MLAPlanMetadata(NamedTuple):
@@ -20,7 +20,9 @@ class MLAPlanMetadata(NamedTuple):
     kv_indptr: torch.Tensor | None = None
     kv_indices: torch.Tensor | None = None
     kv_len_arr: torch.Tensor | None = None
+    cum_seq_lens_q: torch.Tensor | None = None
     block_tables: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
     max_q_len: int | None = None
 
     @staticmethod
@@ -47,11 +49,12 @@ class MLAPlanMetadata(NamedTuple):
 
         Args:
             cum_seq_lens_q: [batch + 1], where each request's rows begin.
-            block_tables: [batch, pages], int32.
+            block_tables: [batch, pages], int32 or int64; for a plan on a card int32.
             seq_lens: [batch], tokens of each request.
             max_q_len: most rows of a request, which bounds the rows of q; None: q has cum_seq_lens_q[-1] rows.
         """
-        return MLAPlanMetadata(cum_seq_lens_q, None, None, seq_lens, block_tables, max_q_len)
+        dense = {"cum_seq_lens_q": cum_seq_lens_q, "block_tables": block_tables, "seq_lens": seq_lens}
+        return MLAPlanMetadata(**dense, max_q_len=max_q_len)
 
     @staticmethod
     def dual(
@@ -59,33 +62,60 @@ class MLAPlanMetadata(NamedTuple):
         kv_indptr: torch.Tensor,
         kv_indices: torch.Tensor,
         kv_len_arr: torch.Tensor,
-        block_tables: torch.Tensor | None = None,
+        *,
+        cum_seq_lens_q: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
         max_q_len: int | None = None,
     ) -> MLAPlanMetadata:
-        """A batch in both forms. Runs read `kv_indices`; a table on the host is compared with it."""
-        return MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr, block_tables, max_q_len)
+        """A batch in both forms. Runs read those of `csr`, and what the host has of `dense` is compared with them."""
+        dense = (cum_seq_lens_q, block_tables, seq_lens, max_q_len)
+        return MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr, *dense)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the batch is in the form of `dense` alone."""
+        is_csr = any(array is not None for array in self[:4])
+        return not is_csr and any(array is not None for array in self[4:7])
 
     @property
     def is_on_device(self) -> bool:
         """Whether a plan on the device serves the batch: it has a table, and its lengths are there."""
-        has_table = self.kv_indptr is None and self.block_tables is not None
-        return has_table and not (self._rows.is_cpu or self._lens.is_cpu)
+        return self.is_dense and not (self._rows.is_cpu or self._lens.is_cpu)
 
     @property
     def _rows(self) -> torch.Tensor:
-        return checks.tensor(self.qo_indptr, "qo_indptr", PlanError)
+        name = "cum_seq_lens_q" if self.is_dense else "qo_indptr"
+        return checks.tensor(getattr(self, name), name, PlanError)
 
     @property
     def _lens(self) -> torch.Tensor:
-        return checks.tensor(self.kv_len_arr, "kv_len_arr", PlanError)
+        name = "seq_lens" if self.is_dense else "kv_len_arr"
+        return checks.tensor(getattr(self, name), name, PlanError)
 
     def lengths(self, page_size: int) -> Lengths:
         """The lengths; those of a table say where its pages begin."""
-        kv_indptr = self.kv_indptr
-        if kv_indptr is None and self.block_tables is not None:
-            pages = -(-self._lens.cpu().long().flatten() // page_size)
-            kv_indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0)])
-        return Lengths(self._rows, kv_indptr, None, self._lens)
+        if not self.is_dense:
+            self._compare()
+            return Lengths(self._rows, self.kv_indptr, None, self._lens)
+        checks.tensor(self.block_tables, "block_tables", PlanError)
+        batch, lens = batch_of(self._rows, "cum_seq_lens_q"), self._lens
+        if lens.shape != (batch,):
+            raise PlanError(
+                f"seq_lens has shape {tuple(lens.shape)} but cum_seq_lens_q has {batch} requests: pass one entry a "
+                "request."
+            )
+        pages = -(-lens.cpu().long().clamp(min=0) // page_size)
+        return Lengths(self._rows, torch.cat([pages.new_zeros(1), pages.cumsum(0)]), None, lens)
+
+    def _compare(self) -> None:
+        """Refuses two forms of different batches, as far as the host has the numbers."""
+        for name, other in (("qo_indptr", "cum_seq_lens_q"), ("kv_len_arr", "seq_lens")):
+            if getattr(self, other) is None:
+                continue
+            mine, theirs = (checks.tensor(getattr(self, n), n, PlanError) for n in (name, other))
+            if mine.is_cpu and theirs.is_cpu and not torch.equal(mine.long(), theirs.long()):
+                raise PlanError(f"{other} differs from {name}: pass both forms of one batch.")
 
     def table_lengths(self, device: torch.device, options: Options) -> TableLengths:
         """The lengths for a plan on the device."""

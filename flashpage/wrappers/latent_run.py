@@ -8,26 +8,52 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..base import checks
-from ..base.errors import FlashpageError, RunError
+from ..base.dtypes import DType
+from ..base.errors import FlashpageError, PlanError, RunError
 from ..kernels import latent_formats
 from ..kernels.options import Options
 from ..run.checks import NO_SCALES
 
 # The callers' names for the inner interface's cache.
 _CACHES = {"k": "ckv_cache", "v": "kpe_cache", "paged_kv_cache": "ckv_cache"}
+_PAIRS = (tuple, list)
 
 
-def use_run_names(error: FlashpageError, has_query: bool, has_cache: bool) -> None:
+def use_run_names(error: FlashpageError, query: Any, kv_cache: Any) -> None:
     """Puts the caller's names into an error of a run in place of the inner interface's."""
-    error.use_names({"q": "query"} if has_query else {"q": "q_nope and q_pe"})
-    packed = dict.fromkeys((*_CACHES, *_CACHES.values()), "kv_cache")
-    error.use_names(packed if has_cache else _CACHES)
+    error.use_names({"q": "q_nope and q_pe" if query is None else "query"})
+    if kv_cache is None:
+        error.use_names(_CACHES)
+    else:
+        first, second = ("kv_cache[0]", "kv_cache[1]") if kv_cache.__class__ in _PAIRS else ("kv_cache", "kv_cache")
+        error.use_names({"k": first, "v": second, "paged_kv_cache": first, "ckv_cache": first, "kpe_cache": second})
     error.use_names({"k_scale": "ckv_scale", "v_scale": "kpe_scale"})
 
 
-def joined_query(query: Any, q_nope: Any, q_pe: Any) -> torch.Tensor:
-    """The queries of a run as one tensor."""
-    return _joined(_pair("query", query, q_nope=q_nope, q_pe=q_pe))
+def joined_query(options: Options | None, query: Any, q_nope: Any, q_pe: Any) -> torch.Tensor:
+    """The queries of a run as one tensor; `options` None: nothing is planned."""
+    parts = _pair("query", query, q_nope=q_nope, q_pe=q_pe)
+    if len(parts) == 2 and options is not None and parts[0].shape[2] != options.head_dim_vo:
+        name = "q_nope" if query is None else "query[0]"
+        raise RunError(
+            f"{name} has {parts[0].shape[2]} columns but the plan has head_dim_ckv={options.head_dim_vo}: "
+            "pass q_nope and q_pe in this order."
+        )
+    return _joined(parts)
+
+
+def check_scale_mode(scale_mode: Any, kv_data_type: Any, kv_row_format: Any) -> None:
+    """Scales of "kv-per-tensor" are those that runs of rows in e4m3 take in any case."""
+    if scale_mode in ("bmm-scalar", "bmm-tensor"):
+        checks.refuse("scale_mode", scale_mode)
+    if checks.choice("scale_mode", scale_mode, ("default", "kv-per-tensor")) == "default":
+        return
+    is_e4m3 = kv_data_type is not None and checks.dtype("kv_data_type", kv_data_type) is DType.FLOAT8_E4M3
+    if not is_e4m3 or kv_row_format is not None:
+        raise PlanError(
+            "scale_mode='kv-per-tensor' is for rows of kv_data_type float8_e4m3fn without a kv_row_format: pass "
+            "'default', as other rows take no scales at run."
+        )
 
 
 def scales_of(options: Options | None, ckv: Any, ckv_of_tokens: Any, kpe: Any) -> tuple[Any, Any, Any]:
@@ -35,7 +61,7 @@ def scales_of(options: Options | None, ckv: Any, ckv_of_tokens: Any, kpe: Any) -
     if ckv is None and ckv_of_tokens is None and kpe is None:
         return NO_SCALES
     if options is None or options.latent_format != latent_formats.SCALED:
-        checks.refuse_given(ckv_scale=ckv, ckv_scale_arr=ckv_of_tokens, kpe_scale=kpe)
+        checks.refuse_all(ckv_scale=ckv, ckv_scale_arr=ckv_of_tokens, kpe_scale=kpe)
     if ckv is not None and ckv_of_tokens is not None:
         raise RunError("ckv_scale and ckv_scale_arr are both given: pass one of them.")
     if ckv_of_tokens is not None and checks.tensor(ckv_of_tokens, "ckv_scale_arr", RunError).dim() != 3:
@@ -49,25 +75,43 @@ def caches_of(options: Options | None, whole: Any, ckv: Any, kpe: Any) -> tuple[
     packed = None if options is None else options.latent_row_format
     if packed is None:
         return _pair("kv_cache", whole, ckv_cache=ckv, kpe_cache=kpe)
-    if kpe is not None or (whole is not None and ckv is not None):
+    if kpe is not None or (whole is not None and ckv is not None) or whole.__class__ in _PAIRS:
         raise RunError(f"rows of {packed.row_bytes} bytes are one cache: pass kv_cache alone.")
     rows = checks.tensor(ckv if whole is None else whole, "kv_cache", RunError)
     return (rows.view(torch.float8_e4m3fn) if rows.dtype in (torch.uint8, torch.int8) else rows,)
 
 
-def _pair(name: str, whole: torch.Tensor | None, **parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _pair(name: str, whole: Any, **parts: Any) -> tuple[torch.Tensor, ...]:
     """One tensor, or two of which the second has columns."""
     names = " and ".join(parts)
-    if whole is not None:
+    if whole is None:
+        for part_name, part in parts.items():
+            if part is None:
+                raise RunError(f"{part_name}=None: pass {names}, or {name} alone.")
+    else:
         if any(part is not None for part in parts.values()):
             raise RunError(f"{name} and {names} are both given: pass one tensor, or two.")
-        return (whole,)
+        whole = _one_form(name, whole) if whole.__class__ in _PAIRS else whole
+        if whole.__class__ not in _PAIRS:
+            return (whole,)
+        names = name
+        parts = {f"{name}[{i}]": part for i, part in enumerate(whole)}
     first, second = (checks.tensor(part, part_name, RunError) for part_name, part in parts.items())
     if first.dim() != 3 or second.shape[:-1] != first.shape[:-1]:
         raise RunError(f"{names} have shapes {tuple(first.shape)} and {tuple(second.shape)}: pass equal leading sizes.")
     if first.dtype != second.dtype:
         raise RunError(f"{names} have dtypes {first.dtype} and {second.dtype}: pass equal types.")
     return (first, second) if second.shape[-1] else (first,)
+
+
+def _one_form(name: str, given: Any) -> Any:
+    """The pair, or the tensor if it is given with the pair of its parts."""
+    if len(given) != 2:
+        raise RunError(f"{name} has {len(given)} entries: pass one tensor, or the pair of its parts.")
+    for form, other in (given, given[::-1]):
+        if form.__class__ in _PAIRS:
+            return checks.tensor(other, name, RunError)
+    return given
 
 
 def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -62,6 +62,8 @@ class BatchMLASparseAttentionWrapper:
             float_workspace_buffer, is_graph=is_graph, names=SELECTED, owner=type(self).__name__
         )
         if is_graph:
+            if num_rows is None:
+                raise PlanError("use_cuda_graph=True needs num_rows: pass the rows of q in every batch.")
             self._attention.session.batch.fix_requests(checks.whole("num_rows", num_rows, 1))
         elif num_rows is not None:
             raise PlanError(f"num_rows={num_rows} without use_cuda_graph: plan has the number, leave it None.")
@@ -100,8 +102,9 @@ class BatchMLASparseAttentionWrapper:
             num_heads: query heads, any number.
             head_dim_ckv, head_dim_kpe: columns that K and V share, and those that only K has (0: none).
             page_size: tokens a page of the cache.
-            sm_scale: multiplies the scores.
-            q_data_type, kv_data_type, output_dtype: types of q, of the latent rows and of the output (None: q's).
+            sm_scale: multiplies the scores; the model's, which no shape here tells.
+            q_data_type, kv_data_type, output_dtype: types of q (None: float16), of the latent rows and of the output
+                (None: q's).
             kv_row_format: as in BatchMLAPagedAttentionWrapper.plan.
             fixed_split_size: entries; every list is cut at multiples of it. None: balanced.
             disable_split_kv: no list is cut.
@@ -185,8 +188,8 @@ class BatchMLASparseAttentionWrapper:
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         *,
-        query: torch.Tensor | None = None,
-        kv_cache: torch.Tensor | None = None,
+        query: Any = None,
+        kv_cache: Any = None,
         indices: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         ckv_scale: Any = None,
@@ -197,6 +200,8 @@ class BatchMLASparseAttentionWrapper:
         """Attention of the planned rows; the other arguments are those of BatchMLAPagedAttentionWrapper.run.
 
         Args:
+            kv_cache: [pages, page_size, head_dim_ckv + head_dim_kpe], or a pair of caches; with kv_row_format bytes,
+                [pages, page_size, 656 or 584].
             indices: lists of the planned shape, such as this layer's; None: plan's.
         """
         self._attention.require_plan("run")
@@ -207,14 +212,14 @@ class BatchMLASparseAttentionWrapper:
             )
         scales = scales_of(self._options, ckv_scale, ckv_scale_arr, kpe_scale)
         try:
-            q = joined_query(query, q_nope, q_pe)
+            q = joined_query(self._options, query, q_nope, q_pe)
             cache = caches_of(self._options, kv_cache, ckv_cache, kpe_cache)
             if self._lens is not None and lists.is_cpu:
                 check_slots(lists, self._lens, cache[0].shape[0] * self._options.page_size)
             tensors = Tensors(q, as_cache(cache if len(cache) > 1 else cache[0]), out, lse)
             return self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl)
         except FlashpageError as error:
-            use_run_names(error, query is not None, kv_cache is not None)
+            use_run_names(error, query, kv_cache)
             raise
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -239,11 +244,20 @@ def _lists(indices: Any, name: str, device: torch.device, error: Any) -> torch.T
 
 def _check_lengths(lens: torch.Tensor, rows: int, topk: int) -> None:
     tensor_memory.address(lens, "topk_length", PlanError)
-    if lens.shape != (rows,) or lens.dtype not in (torch.int32, torch.int64) or bool((lens > topk).any()):
+    if lens.shape != (rows,) or lens.dtype not in (torch.int32, torch.int64):
         raise PlanError(
             f"topk_length has shape {tuple(lens.shape)} and dtype {lens.dtype}: "
-            f"pass int32 or int64, one entry a row ({rows}), at most {topk}."
+            f"pass int32 or int64, one entry a row ({rows})."
         )
+    check_entries(lens, topk, "topk_length", PlanError)
+
+
+def check_entries(lens: torch.Tensor, topk: int, name: str, error: type[FlashpageError]) -> None:
+    """On the CPU alone: lists are no longer than their memory."""
+    wrong = (lens > topk) | (lens < 0)
+    if bool(wrong.any()):
+        i = int(wrong.nonzero()[0])
+        raise error(f"{name}[{i}]={int(lens[i])} but each list has {topk} entries: pass 0 to {topk}.")
 
 
 def check_slots(lists: torch.Tensor, lens: torch.Tensor, slots: int) -> None:

@@ -22,7 +22,8 @@ _DEPRECATED_POSITIONS = (
 
 
 class Own(NamedTuple):
-    """Options that FlashInfer does not have: keywords of every plan."""
+    """Options that FlashInfer does not have: keywords of the decode and prefill wrappers' plans; those of latent rows
+    have none."""
 
     variant: Any = None  # a flashpage.Variant
     chunk: int | None = None  # tokens: a row at position p sees tokens from p // chunk * chunk on; None: all
@@ -139,7 +140,7 @@ class PrefillArguments(NamedTuple):
 
 
 class LatentArguments(NamedTuple):
-    """Arguments of plan other than lengths."""
+    """Arguments of a plan over latent rows, other than lengths."""
 
     num_heads: Any = None
     head_dim_ckv: Any = None

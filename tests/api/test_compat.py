@@ -232,27 +232,7 @@ def test_a_flashinfer_that_fails_is_no_flashinfer(tmp_path: Path, monkeypatch: p
     assert sys.meta_path == before and "flashinfer" not in sys.modules
 
 
-# ---------------------------------------------------------------- refused by name
-
-REFUSED = {
-    "decode": "BatchDecodeMlaWithPagedKVCacheWrapper cudnn_batch_decode_with_kv_cache xqa_batch_decode_with_kv_cache",
-    "prefill": "cudnn_batch_prefill_with_kv_cache fmha_varlen trtllm_fmha_v2_prefill trtllm_ragged_attention_deepseek",
-    "mla": "DSV4HCAMetadata SparseMLASm120Wrapper cake_mla_varq_dcp_decode nvfp4_sparse_mla_decode "
-    "prepare_cake_mla_varq_dcp_decode trtllm_batch_decode_sparse_mla_dsv4 xqa_mla",
-    "quantization": "nvfp4_kv_dequantize nvfp4_kv_quantize nvfp4_quantize",
-    "utils": "FP4Tensor get_trtllm_gen_multi_ctas_kv_counter_bytes",
-    "base.refused": "xqa xqa_mla",
-}
-
-
-@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in REFUSED.items() for n in names.split()])
-def test_refused(module: str, name: str) -> None:
-    """Refused names raise with any arguments; the message says what to use instead."""
-    found = getattr(importlib.import_module(f"flashpage.{module}"), name)
-    assert found.__name__ == name and "Refused" in found.__doc__
-    with pytest.raises(CapabilityError, match=rf"^{name} is not supported: .{{20,}}\.$"):
-        found(torch.zeros(1), 3, backend="auto")
-
+# ---------------------------------------------------------------- refused backends
 
 WORKSPACE = torch.empty(1 << 20, dtype=torch.uint8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -95,6 +96,12 @@ def test_rows_of_656_bytes() -> None:
         indices=lists,
     )
     close(found[0], exact(q[:, 0], rows, lists[:, 0], ckv=512)[0], 1e-4)
+    meta, given = get_mla_metadata()[0], (None, None, 512)
+    for is_fp8 in (None, True):  # None: the cache says it
+        again = flash_mla_with_kvcache(
+            *(q, cache.unsqueeze(2), *given, meta, None, SCALE), is_fp8_kvcache=is_fp8, indices=lists
+        )
+        assert torch.equal(again[0], found[0])
 
 
 def test_prefill() -> None:
@@ -108,7 +115,11 @@ def test_prefill() -> None:
     expected, expected_lse = exact(q, kv[:, 0], used)
     close(out, expected)
     close(lse, expected_lse)
-    assert largest is None
+    assert "MaxLogits" in repr(largest)
+    for use in (lambda: largest + 1, lambda: largest[0], lambda: largest.shape, lambda: torch.exp(largest), iter):
+        with pytest.raises(CapabilityError, match="max_logits of flash_mla_sparse_fwd is not supported: .* use lse"):
+            use(largest) if use is iter else use()
+    copy.deepcopy(largest)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +129,22 @@ def test_prefill() -> None:
         ({"indices": torch.zeros(3, 1, 4).int()}, "indices has shape"),
         ({"indices": torch.full((3, 2, 4), 99).int()}, "indices has 99"),
         ({"topk_length": torch.zeros(6).int()}, "topk_length has shape"),
+        ({"topk_length": torch.tensor([1, 13, 2]).int()}, r"^topk_length\[1\]=13 but each list has 12 entries"),
+        ({"topk_length": torch.tensor([1, 2, -3]).int()}, r"^topk_length\[2\]=-3"),
+        (
+            {"k_cache": torch.zeros(2, 2, 1, 640).byte()},
+            r"^k_cache has rows of 640 bytes: pass 656 .* or elements of q",
+        ),
         ({"attn_sink": torch.zeros(2)}, "attn_sink has shape"),
         ({"extra_indices_in_kvcache": torch.zeros(3, 2, 4).int()}, "extra_k_cache"),
         ({"extra_k_cache": torch.zeros(2, 2, 1, CKV + KPE)}, "extra_indices_in_kvcache"),
         ({"extra_topk_length": torch.zeros(3).int()}, "extra_topk_length without extra_k_cache"),
         ({"indices": None, "topk_length": torch.zeros(3).int()}, "topk_length"),
-        ({"indices": None, "is_fp8_kvcache": True}, "is_fp8_kvcache=True without indices"),
+        ({"indices": None, "is_fp8_kvcache": True}, "True without indices is not supported: pass indices, or rows in"),
+        (
+            {"indices": None, "k_cache": torch.zeros(2, 2, 1, 656).byte()},
+            "are read with indices alone; pass indices, or",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -135,6 +135,7 @@ def test_flash_mla(rows: int, causal: bool, device: str) -> None:
     expected, expected_lse = batch.expected(causal=causal)
     check((out, lse.transpose(1, 2)), (expected, expected_lse * math.log(2)))
     assert lse.shape == (len(LENGTHS), HEADS, rows) and lse.is_contiguous()
+    assert torch.equal(batch.flash_mla(causal=causal, is_fp8_kvcache=None)[0], out)
     scaled = batch.flash_mla(softmax_scale=None, causal=causal)[0]
     torch.testing.assert_close(scaled, batch.flash_mla(softmax_scale=(CKV + KPE) ** -0.5, causal=causal)[0])
 

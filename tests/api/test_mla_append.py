@@ -11,7 +11,7 @@ import torch
 from native_build import shared_library, traits_flags
 
 import flashpage
-from flashpage import RunError, native
+from flashpage import CapabilityError, RunError, native
 from flashpage.base.dtypes import DType
 from flashpage.kernels.spec import KernelSpec
 
@@ -156,6 +156,8 @@ def test_the_kernel_on_the_host(form: str) -> None:
         (dict.fromkeys(("append_ckv", "append_kpe"), ROWS) | dict.fromkeys(("ckv_cache", "kpe_cache"), CACHE), "two"),
         ({"append_ckv": torch.ones(TOKENS, 512, dtype=torch.float64)}, "float64"),
         ({"append_kpe": None}, "with 512 columns"),
+        ({"ckv_cache": CACHE.to(torch.float8_e5m2)}, "latent rows are quantised to float8_e4m3fn alone"),
+        ({"ckv_cache": CACHE.float(), "ckv_scale": 0.0}, "ckv_scale=0.0 is not supported"),
         ({"kv_last_page_len": torch.tensor([2])}, "kv_last_page_len has 1 entries"),
         ({"positions": torch.tensor([2, 3, 4, 5, 0, 0, 1, 2, 9])}, "lies outside the pages"),
     ],
@@ -166,7 +168,7 @@ def test_refused(change: dict[str, Any], says: str) -> None:
     names = ("append_ckv", "append_kpe", "batch_indices", "positions", "ckv_cache", "kpe_cache", "kv_indices")
     values = (cache.rows[:, :512], cache.rows[:, 512:], *cache.places, *cache.caches, *cache.lists)
     given = dict(zip((*names, "kv_indptr", "kv_last_page_len"), values, strict=True))
-    with pytest.raises(RunError, match=says):
+    with pytest.raises((RunError, CapabilityError), match=says):
         flashpage.append_paged_mla_kv_cache(**(given | change))
 
 

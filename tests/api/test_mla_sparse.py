@@ -108,14 +108,14 @@ def test_captured_runs_read_the_lists_of_later_plans(tensors: Any) -> None:
     [
         (torch.zeros(ROWS, TOPK), None, {}, "pass contiguous int32"),
         (torch.zeros(TOPK, dtype=torch.int32), None, {}, "indices has shape"),
-        (torch.zeros(ROWS, TOPK, dtype=torch.int32), torch.tensor([1, 2]), {}, r"one entry a row \(3\), at most 10"),
+        (torch.zeros(ROWS, TOPK, dtype=torch.int32), torch.tensor([1, 2]), {}, r"one entry a row \(3\)"),
         (
             torch.zeros(ROWS, TOPK, dtype=torch.int32),
             torch.tensor([1, 2, 11]),
             {},
-            r"one entry a row \(3\), at most 10",
+            r"^topk_length\[2\]=11 but each list has 10 entries: pass 0 to 10",
         ),
-        (torch.zeros(ROWS, TOPK, dtype=torch.int32), torch.tensor([1, -2, 3]), {}, "topk_length"),
+        (torch.zeros(ROWS, TOPK, dtype=torch.int32), torch.tensor([1, -2, 3]), {}, r"topk_length\[1\]=-2"),
         (torch.zeros(ROWS, TOPK, dtype=torch.int32), None, {"sm_scale": None}, "sm_scale"),
         (torch.zeros(ROWS, TOPK, dtype=torch.int32), None, {"head_dim_kpe": 72}, "head_dim_kpe 72"),
     ],
@@ -123,6 +123,11 @@ def test_captured_runs_read_the_lists_of_later_plans(tensors: Any) -> None:
 def test_refused_plans(lists: Any, lens: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises((PlanError, CapabilityError), match=says):
         made().plan(lists, lens, **(OPTIONS | options))
+
+
+def test_graphs_need_their_rows() -> None:
+    with pytest.raises(PlanError, match="^use_cuda_graph=True needs num_rows: pass the rows of q in every batch.$"):
+        made(use_cuda_graph=True)
 
 
 def test_refused_runs(tensors: Any) -> None:
@@ -135,9 +140,12 @@ def test_refused_runs(tensors: Any) -> None:
         ({"indices": lists[:2]}, "plan again"),
         ({"indices": lists + PAGES * PAGE}, "the cache has 48 tokens"),
         ({"indices": lists.long()}, "contiguous int32"),
-        ({"kv_cache": cache[:, :4]}, "pages of 4 tokens"),
+        ({"kv_cache": cache[:, :4]}, "^kv_cache has pages of 4 tokens but"),
+        ({"kv_cache": cache[..., :72]}, "^kv_cache has rows of 72 columns but the plan is for 80"),
         ({"query": q[:2]}, "query has 2 rows"),
-        ({"ckv_scale": 1.0}, "ckv_scale"),
+        ({"query": torch.cat([q, q], 1)}, "8 heads but the plan is for num_heads=4"),
+        ({"query": (q[..., CKV:], q[..., :CKV])}, "pass q_nope and q_pe in this order"),
+        ({"ckv_scale": 0.0}, "ckv_scale=0.0"),
     ):
         with pytest.raises((RunError, CapabilityError), match=says):
             wrapper.run(**({"query": q, "kv_cache": cache} | given))

@@ -24,6 +24,7 @@ from flashpage.engines.plugin.listed_plans import ListedPlans
 from flashpage.engines.vllm.plugin import latent, register
 from flashpage.engines.vllm.plugin.latent_prefill import FlashpagePrefill
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
+from flashpage.kernels.latent_formats import PACKED
 
 try:  # a newer vLLM may have its common classes elsewhere
     from flashpage.engines.vllm.plugin import sparse
@@ -98,7 +99,7 @@ def check_lists(rows: list[int], lengths: list[int], kind: str, device: str = "c
     order = torch.randperm(sum(pages)).int()
     tokens = [torch.randn(n, ckv + kpe).bfloat16() for n in lengths]
     cache = torch.zeros(sum(pages), page, ckv + kpe, dtype=torch.bfloat16)
-    stored = torch.zeros(sum(pages), page, sparse.ROW_BYTES, dtype=torch.uint8)
+    stored = torch.zeros(sum(pages), page, PACKED["deepseek_v32"].row_bytes, dtype=torch.uint8)
     for i, (mine, count) in enumerate(zip(tokens, pages, strict=True)):
         tables[i, :count] = order[sum(pages[:i]) :][:count]
         at = torch.arange(len(mine))

@@ -7,7 +7,7 @@ waits for nothing and may be captured in a graph.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,6 +28,10 @@ _NAMES |= {"kv_data_type": "dtype of k_cache"}
 _NAMES_OF_FWD = {inner: "kv" if name == "k_cache" else name for inner, name in _NAMES.items() if inner != "sm_scale"}
 _NAMES_OF_FWD |= {"head_dim_ckv": "d_v", "head_dim_kpe": "head_dim of q less d_v", "kv_data_type": "dtype of kv"}
 
+_NO_MAXIMUM = (
+    "max_logits of flash_mla_sparse_fwd is not supported: no kernel here writes the largest scores; use lse, which is "
+    "at least as large and at most log(topk) larger."
+)
 _NO_SPARSE = "it belongs to sparse attention: pass indices too, or leave it None"
 
 
@@ -82,7 +86,7 @@ def flash_mla_with_kvcache(
     num_splits: None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool = False,
+    is_fp8_kvcache: bool | None = False,
     indices: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     extra_k_cache: torch.Tensor | None = None,
@@ -102,13 +106,12 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata: of get_mla_metadata, one for each step.
         num_splits: None.
         softmax_scale: multiplies the scores; None: head_dim ** -0.5.
-        causal: row r of a request sees tokens up to tokens - rows + r.
-
-        is_fp8_kvcache: accepted, as the type and the rows of k_cache say it.
+        causal: row r of a request sees tokens up to tokens - rows + r; False with `indices`.
+        is_fp8_kvcache: with `indices` accepted and not used, as k_cache says it; without, None or False.
         indices: [batch, rows, topk] int32, the tokens that a row reads: page * page_size + token of the page; -1: none.
-        attn_sink: [heads] fp32: the output is multiplied by exp(lse) / (exp(lse) + exp(attn_sink)).
-        extra_k_cache, extra_indices_in_kvcache: another cache and its lists, which join the softmax.
-        topk_length, extra_topk_length: [batch] int32, entries of each list that are used; None: all.
+        attn_sink: with `indices`: [heads] fp32: the output is multiplied by exp(lse) / (exp(lse) + exp(attn_sink)).
+        extra_k_cache, extra_indices_in_kvcache: with `indices`: another cache and its lists, which join the softmax.
+        topk_length, extra_topk_length: with `indices`: [batch] int32, entries of each list that are used; None: all.
 
     Returns:
         The output [batch, rows, heads, head_dim_v], and the LSE [batch, heads, rows] fp32, a natural logarithm. A row
@@ -117,7 +120,8 @@ def flash_mla_with_kvcache(
     q = _four(q, "q", "[batch, rows, heads, head_dim]")
     cache = _cache(k_cache, "k_cache")
     batch, rows, heads = q.shape[:3]
-    causal, is_fp8 = (checks.flag(n, f, RunError) for n, f in (("causal", causal), ("is_fp8_kvcache", is_fp8_kvcache)))
+    causal, is_packed = checks.flag("causal", causal, RunError), cache.element_size() == 1
+    is_fp8 = is_packed if is_fp8_kvcache is None else checks.flag("is_fp8_kvcache", is_fp8_kvcache, RunError)
     topk, extra_topk = (_last(given) for given in (indices, extra_indices_in_kvcache))
     extra_page = extra_k_cache.shape[1] if isinstance(extra_k_cache, torch.Tensor) and extra_k_cache.dim() > 1 else None
     config = FlashMLASchedMeta.Config(
@@ -148,8 +152,12 @@ def flash_mla_with_kvcache(
         topk_length=topk_length,
         extra_topk_length=extra_topk_length,
     )
+    if is_packed:
+        raise RunError(
+            "k_cache has rows of bytes: they are read with indices alone; pass indices, or rows of q's type."
+        )
     if is_fp8:
-        raise CapabilityError("is_fp8_kvcache=True without indices is not supported: FlashMLA has no such form either.")
+        raise CapabilityError("is_fp8_kvcache=True without indices is not supported: pass indices, or rows in 16 bits.")
     lengths = checks.tensor(cache_seqlens, "cache_seqlens", RunError)
     tables = checks.tensor(block_table, "block_table", RunError)
     if lengths.numel() != batch:
@@ -159,6 +167,28 @@ def flash_mla_with_kvcache(
     out, lse = attention.run_of("basee")(call.query, call.cache, None, None, True, values, NO_SCALES)
     tile_scheduler_metadata.first_used(config)
     return _unflattened(out, lse, batch, rows)
+
+
+class MaxLogits:
+    """Stands in place of FlashMLA's max_logits. Callers may ignore it; any use raises a CapabilityError."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)  # which copies and inspections of objects ask for
+        raise CapabilityError(_NO_MAXIMUM)
+
+    def _refused(self, *_: Any) -> NoReturn:
+        raise CapabilityError(_NO_MAXIMUM)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        raise CapabilityError(_NO_MAXIMUM)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __lt__ = __gt__ = __neg__ = _refused
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = _refused
+
+
+MAX_LOGITS = MaxLogits()
 
 
 @named(_NAMES_OF_FWD)
@@ -171,7 +201,7 @@ def flash_mla_sparse_fwd(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     indexer_topk: int = 0,
-) -> tuple[torch.Tensor, None, torch.Tensor]:
+) -> tuple[torch.Tensor, MaxLogits, torch.Tensor]:
     """Prefill in which each row of q lists the tokens that it reads.
 
     Args:
@@ -185,8 +215,9 @@ def flash_mla_sparse_fwd(
         indexer_topk: refused.
 
     Returns:
-        The output [rows, heads, d_v], None in place of FlashMLA's largest scores, and the LSE [rows, heads] fp32, a
-        natural logarithm without the sink. A row that sees no token has out = 0 and an LSE of -inf.
+        The output [rows, heads, d_v]; in place of FlashMLA's max_logits an object whose use is refused, as no kernel
+        writes the largest scores; and the LSE [rows, heads] fp32, a natural logarithm without the sink. A row that sees
+        no token has out = 0 and an LSE of -inf.
     """
     if indexer_topk.__class__ is not int or indexer_topk != 0:
         raise CapabilityError(f"indexer_topk={checks.shown(indexer_topk)} is not supported: pass 0.")
@@ -201,7 +232,7 @@ def flash_mla_sparse_fwd(
     lists = lists._replace(indices=torch.where(lists.indices < len(kv), lists.indices.clamp(min=-1), -1))
     call = sparse.SparseCall(q, d_v, checks.real("sm_scale", sm_scale, error=RunError))
     out, lse = sparse.attend(call, [lists], attn_sink)
-    return out, None, lse
+    return out, MAX_LOGITS, lse
 
 
 def _unflattened(out: torch.Tensor, lse: torch.Tensor, batch: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,16 +11,17 @@ import torch
 from ...base import checks
 from ...base.errors import RunError
 from ...base.memory import is_capturing
+from ...kernels.latent_formats import PACKED
 from ...plan.lengths import Lengths
 from ...plan.page_indices import NO_PAGES
 from ...run.checks import NO_SCALES, Tensors
 from ...wrappers.function_plans import Tables, plan_of
-from ...wrappers.latent_sparse import SELECTED, SelectedAttention, check_slots
+from ...wrappers.latent_sparse import SELECTED, SelectedAttention, check_entries, check_slots
 from ...wrappers.lse_mode import LN_2
 from ...wrappers.merge import merge_state
 from ...wrappers.plan_arguments import LatentArguments
 
-_FORMATS = {656: "deepseek_v32", 584: "deepseek_v4"}  # by the bytes of a row
+_FORMATS = {found.row_bytes: name for name, found in PACKED.items()}
 
 
 class Lists(NamedTuple):
@@ -106,6 +107,11 @@ def lists_of(cache: Any, indices: Any, lengths: Any, rows: tuple[int, ...], name
             f"{names[1]} has shape {tuple(indices.shape)} and dtype {indices.dtype}: "
             f"pass int32 of {(*rows, 'topk')}, as q has such rows."
         )
+    if cache.dim() and cache.element_size() == 1 and cache.shape[-1] not in _FORMATS:
+        raise RunError(
+            f"{names[0]} has rows of {cache.shape[-1]} bytes: pass 656 (DeepSeek V3.2) or 584 (V4), or elements of "
+            "q's type."
+        )
     if lengths is not None:
         lengths = checks.tensor(lengths, names[2], RunError)
         if lengths.shape != rows[:1] or lengths.dtype != torch.int32 or lengths.device != indices.device:
@@ -113,6 +119,8 @@ def lists_of(cache: Any, indices: Any, lengths: Any, rows: tuple[int, ...], name
                 f"{names[2]} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}: pass int32 of {rows[:1]}, on "
                 "the device of the lists."
             )
+        if lengths.is_cpu:
+            check_entries(lengths, indices.shape[-1], names[2], RunError)
         lengths = lengths.repeat_interleave(math.prod(rows[1:]))
     return Lists(cache, indices.flatten(0, -2).contiguous(), lengths)
 

@@ -50,13 +50,13 @@ def listed_refusal(
     q_dtype: torch.dtype,
     kv_dtype: torch.dtype,
     page_size: int,
-    is_ds_mla: bool,
+    row_format: str | None,
     capability: tuple[int, int] | None,
 ) -> str | None:
-    """As latent_refusal, over lists of tokens; `is_ds_mla`: rows are DeepSeek's of 656 bytes."""
-    types: dict[str, Any] = {"kv_row_format": "deepseek_v32"} if is_ds_mla else {"kv_data_type": kv_dtype}
+    """As latent_refusal, over lists of tokens; `row_format`: of rows that hold their scales, whose type is not read."""
     sizes = (16, 512, columns - 512, page_size)
-    plan = LatentArguments(*sizes, sm_scale=1.0, q_data_type=q_dtype, is_selected=True, **types)
+    stored: dict[str, Any] = {"kv_data_type": kv_dtype} if row_format is None else {"kv_row_format": row_format}
+    plan = LatentArguments(*sizes, sm_scale=1.0, q_data_type=q_dtype, is_selected=True, **stored)
     return _reason(capability, (plan, 1))
 
 

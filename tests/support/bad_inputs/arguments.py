@@ -167,6 +167,12 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("BatchAttention.run", "kv_cache"): CACHE,
     ("BatchMLAPagedAttentionWrapper.run", "kv_cache"): TOLD_LATER,  # in place of the two caches
     ("BatchMLAPagedAttentionWrapper.run", "query"): TOLD_LATER,
+    **{
+        ("BatchMLAPagedAttentionWrapper.plan", name): REFUSED  # of the other form
+        for name in ("cum_seq_lens_q", "block_tables", "seq_lens")
+    },
+    ("BatchMLAPagedAttentionWrapper.run", "bmm1_scale"): REFUSED,
+    ("BatchMLAPagedAttentionWrapper.run", "bmm2_scale"): REFUSED,
     ("BatchMLASparseAttentionWrapper", "num_rows"): REFUSED,
     ("BatchMLASparseAttentionWrapper.run", "kv_cache"): TOLD_LATER,
     ("BatchMLASparseAttentionWrapper.run", "query"): TOLD_LATER,

@@ -24,8 +24,7 @@ from ...plugin.listed_plans import ListedPlans
 from .. import cache_layout
 from . import support
 
-_DS_MLA = "fp8_ds_mla"  # vLLM's name of DeepSeek's rows
-ROW_BYTES = PACKED["deepseek_v32"].row_bytes
+_ROW_FORMATS = {"fp8_ds_mla": "deepseek_v32"}  # vLLM's cache types whose rows hold their scales
 
 
 if hasattr(sparse_mla_attention, "SparseMLACommonMetadata"):
@@ -98,11 +97,6 @@ class FlashpageSparseImpl(support.LatentLayer, SparseMLACommonImpl):
 
     def plan_arguments(self, page_size: int, dtype: torch.dtype) -> dict[str, Any]:
         """The arguments of BatchMLASparseAttentionWrapper.plan, without the lists."""
-        stored: dict[str, Any] = {}
-        if self.kv_cache_dtype == _DS_MLA:
-            stored["kv_row_format"] = "deepseek_v32"
-        elif self.kv_cache_dtype in cache_layout.FP8:
-            stored["kv_data_type"] = cache_layout.FP8[self.kv_cache_dtype]
         return {
             "num_heads": self.num_heads,
             "head_dim_ckv": self.kv_lora_rank,
@@ -110,8 +104,10 @@ class FlashpageSparseImpl(support.LatentLayer, SparseMLACommonImpl):
             "page_size": page_size,
             "sm_scale": self.scale,
             "q_data_type": dtype,
+            "kv_data_type": cache_layout.FP8.get(self.kv_cache_dtype),
+            "kv_row_format": _ROW_FORMATS.get(self.kv_cache_dtype),
             "fixed_split_size": SPLIT_TOKENS if envs.VLLM_BATCH_INVARIANT else None,
-        } | stored
+        }
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: SparseMetadata, layer: Any) -> Any:
         """Absorbed queries [rows, heads, columns] (or their two parts) over the cache [blocks, page, columns or bytes].
@@ -121,7 +117,7 @@ class FlashpageSparseImpl(support.LatentLayer, SparseMLACommonImpl):
         assert self.topk_indices_buffer is not None and attn_metadata.plans is not None
         slots = slots_of(attn_metadata, self.topk_indices_buffer[:rows])
         cache, scales = kv_c_and_k_pe_cache, {}
-        if self.kv_cache_dtype == _DS_MLA:
+        if self.kv_cache_dtype in _ROW_FORMATS:
             cache = cache.view(torch.uint8)
         elif self.kv_cache_dtype in cache_layout.FP8:
             scales = {"ckv_scale": layer._k_scale_float, "kpe_scale": layer._k_scale_float}
@@ -146,7 +142,7 @@ def slots_of(metadata: SparseMetadata, tokens: torch.Tensor) -> torch.Tensor:
 class FlashpageSparseBackend(support.Answers, MLACommonBackend):
     """flashpage for vLLM's layers over lists of tokens; subclasses take the place of the backend that they name."""
 
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", _DS_MLA, "fp8", "fp8_e4m3"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", *_ROW_FORMATS]
     has_latent_rows = True
 
     @staticmethod
@@ -169,7 +165,8 @@ class FlashpageSparseBackend(support.Answers, MLACommonBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        return num_blocks, block_size, ROW_BYTES if cache_dtype_str == _DS_MLA else head_size
+        row_format = _ROW_FORMATS.get(cache_dtype_str)
+        return num_blocks, block_size, head_size if row_format is None else PACKED[row_format].row_bytes
 
     @classmethod
     def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
@@ -184,8 +181,8 @@ class FlashpageSparseBackend(support.Answers, MLACommonBackend):
     def refusal(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str, block_size: int | None, capability: Any
     ) -> str | None:
-        is_ds_mla, page_size = kv_cache_dtype == _DS_MLA, block_size or 64
-        return support.listed_refusal(head_size, dtype, kv_cache_dtype, page_size, is_ds_mla, capability)
+        row_format = _ROW_FORMATS.get(kv_cache_dtype)
+        return support.listed_refusal(head_size, dtype, kv_cache_dtype, block_size or 64, row_format, capability)
 
 
 class InPlaceOfFlashMLASparse(FlashpageSparseBackend, name="FLASHMLA_SPARSE"):

@@ -152,13 +152,13 @@ def latent_refusal(
 
 
 def listed_refusal(
-    columns: int, dtype: torch.dtype, kv_cache_dtype: str, page_size: int, is_ds_mla: bool, capability: Any
+    columns: int, dtype: torch.dtype, kv_cache_dtype: str, page_size: int, row_format: str | None, capability: Any
 ) -> str | None:
-    """As latent_refusal, over lists of tokens; `is_ds_mla`: rows are DeepSeek's of 656 bytes."""
-    kv_dtype = dtype if is_ds_mla else element_type(kv_cache_dtype, dtype)
+    """As latent_refusal, over lists of tokens; `row_format`: of rows that hold their scales."""
+    kv_dtype = element_type(kv_cache_dtype, dtype) if row_format is None else dtype
     if kv_dtype is None:
         return f"flashpage reads no KV cache of {kv_cache_dtype}"
-    return listed_refusal_of(columns, dtype, kv_dtype, page_size, is_ds_mla, _numbers(capability))
+    return listed_refusal_of(columns, dtype, kv_dtype, page_size, row_format, _numbers(capability))
 
 
 def _numbers(capability: Any) -> tuple[int, int] | None:
