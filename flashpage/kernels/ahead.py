@@ -37,11 +37,12 @@ class Ahead:
 
     @property
     def problem(self) -> Problem:
+        kv_heads = 1 if self.kv_source else 8
         return Problem(
             Options(
                 kv_source=self.kv_source or ("paged" if self.page_size else "ragged"),
-                num_q_heads=1,
-                num_kv_heads=1,
+                num_q_heads=kv_heads,
+                num_kv_heads=kv_heads,
                 head_dim_qk=self.head_dims[0],
                 head_dim_vo=self.head_dims[1],
                 page_size=self.page_size,

@@ -35,11 +35,22 @@ _HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measur
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
 
+def _loader(options: Options) -> str:
+    """Boxes where pages have them. The copy engine asks the L2 for each line of 128 bytes that a row touches. Rows that
+    do not fill their lines touch more of them and arrive earlier one by one, except where conversion takes longer, or
+    where no other KV head follows in the line (docs/tried.md)."""
+    found = boxes_or_rows(options)
+    if options.has_formats or not any(size > NARROW_LINE_BYTES and size % LINE_BYTES for size in options.row_bytes):
+        return found
+    is_fast = max(options.row_bytes) < LINE_BYTES if options.kv_dtype.is_fp8 else options.num_kv_heads > 1
+    return "rows" if is_fast else found
+
+
 def _tile(work: Work) -> Tile:
     """A warp has 16 rows and up to 256 value columns. Warps that compute on the same tokens share a slot
     (docs/tried.md)."""
     options, loop = work.options, work.loop
-    if loop is InnerLoop.LOADING and boxes_or_rows(options) == "rows":
+    if loop is InnerLoop.LOADING and _loader(options) == "rows":
         loop = InnerLoop.HEAVY  # single rows arrive too slowly in slots of 16 tokens
     # Accumulators of more columns (already of 256, if fp8 is widened or scores are computed on) take too many
     # registers.
@@ -57,7 +68,7 @@ def _tile(work: Work) -> Tile:
     if loop is InnerLoop.LOADING:
         tile_kv = 16  # the loads of more tokens, all in flight at once, take too many registers
     limit = work.card.shared_bytes if _is_small(work) else 0
-    stages = _FORMAT_ROWS_STAGES if options.has_formats and boxes_or_rows(options) == "rows" else _MOST_STAGES
+    stages = _FORMAT_ROWS_STAGES if options.has_formats and _loader(options) == "rows" else _MOST_STAGES
     return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), stages, 1, warps_v, shared_limit=limit)
 
 
@@ -74,7 +85,7 @@ def _swapped_teams(options: Options) -> int:
     """Teams of one warp, of which twelve find room, as their accumulators are half as large. Eight are faster where
     groups of columns share a scale and boxes bring the rows: fewer warps share the issue slots."""
     has_groups = all(0 < side.scale_columns < kv_formats.WHOLE_ROW for side in options.formats)
-    return 8 if has_groups and boxes_or_rows(options) == "boxes" else 12
+    return 8 if has_groups and _loader(options) == "boxes" else 12
 
 
 def _is_small(work: Work) -> bool:
@@ -271,7 +282,7 @@ KERNEL = AttentionKernel(
     ),
     tile=_tile,
     cost=_cost,
-    loader=boxes_or_rows,
+    loader=_loader,
     row_alignment=16,
     on_eight=_on_eight,
     scale_alignment=16,

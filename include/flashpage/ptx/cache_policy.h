@@ -11,4 +11,11 @@ FP_DEVICE u64 evict_first() {
   return policy;
 }
 
+// For data that other SMs read soon: the L2 evicts it last.
+FP_DEVICE u64 evict_last() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 }  // namespace flashpage::ptx

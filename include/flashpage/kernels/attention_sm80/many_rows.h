@@ -37,6 +37,9 @@ struct ManyRows {
   static constexpr int stages = Traits::stages;
   // With two stages the next tile's copies can be spread over this tile's products, if registers allow.
   static constexpr bool spread = stages == 2 && S::value_columns <= 64;
+  // Whether lanes exchange columns and write 16 bytes at a time: whole sectors of the L2.
+  static constexpr bool stores_tiles = sizeof(typename Traits::Out) == 2 && S::Formats::value_bits == 16 &&
+                                       S::value_columns == Traits::head_dim_vo && Traits::head_dim_vo % 32 == 0;
   static constexpr bool two_bodies = S::row_tiles * (S::value_tiles + tokens / 8) * 4 <= 160;
   static_assert(Traits::warps_kv == 1 && (stages == 1 || (stages == 2 && !has_formats<Traits>)));
   static_assert(!S::fp8_products || (tokens % 32 == 0 && Traits::head_dim_qk % 32 == 0 && S::value_columns % 32 == 0));
@@ -291,12 +294,20 @@ struct ManyRows {
       for (int half = 0; half < 2; ++half) {
         int row = warp_row + m * 16 + half * 8 + lane() / 4;
         float sum = quad_sum(state.sum[m][half]);
-        if (row >= unit.num_rows) continue;
+        const bool exists = row < unit.num_rows;
+        if (!stores_tiles && !exists) continue;
         float inverse = sum > 0.f ? value_scale / sum : 0.f;
         i64 offset = out_offset<Traits>(params, place.item, unit, row) + S::first_value_column(place.pass);
-        for_each_column_pair<Traits>(values[m], half, lane(), [&](int at, float first, float second) {
-          store_pair<Traits>(params, partial, offset + at, first * inverse, second * inverse);
-        });
+        if constexpr (stores_tiles && !partial) {
+          using Out = typename Traits::Out;
+          store_tiles<Out, 0, S::value_tiles>(values[m], half, lane(), inverse, static_cast<Out*>(params.out) + offset,
+                                              exists);
+        }
+        if (!exists) continue;
+        if constexpr (partial || !stores_tiles)
+          for_each_column_pair<Traits>(values[m], half, lane(), [&](int at, float first, float second) {
+            store_pair<Traits>(params, partial, offset + at, first * inverse, second * inverse);
+          });
         if (lane() % 4 == 0) {
           if (float* lse = lse_target(params, place.item, unit, row)) *lse = row_lse(state.maximum[m][half], sum);
         }

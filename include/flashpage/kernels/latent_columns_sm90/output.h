@@ -95,8 +95,9 @@ struct ColumnsOutput {
     if (item.partial_row >= 0) {
       write_partial<first_tile, count>(values, half, factor, params.partial_out + offset, exists);
     } else {
-      write_out<first_tile, count>(values, half, factor, static_cast<typename Traits::Out*>(params.out) + offset,
-                                   exists);
+      using Out = typename Traits::Out;
+      store_tiles<Out, first_tile, count>(values[0], half, lane, factor, static_cast<Out*>(params.out) + offset,
+                                          exists);
     }
   }
 
@@ -118,36 +119,6 @@ struct ColumnsOutput {
         *reinterpret_cast<float4*>(mine + n * 8) = is_odd ? make_float4(first, second, pair[1][0], pair[1][1])
                                                           : make_float4(pair[0][0], pair[0][1], first, second);
     }
-  }
-
-  // The four lanes of a row exchange their pairs of four tiles in two steps, so that each has the eight columns of one
-  // tile and stores 16 bytes.
-  template <int first_tile, int count>
-  FP_DEVICE void write_out(const Values& values, int half, float factor, typename Traits::Out* row, bool exists) const {
-    static_assert(count % 4 == 0);
-    const bool is_odd = lane % 2 != 0, is_second = lane % 4 / 2 != 0;
-    typename Traits::Out* const mine = row + lane % 4 * 8;
-#pragma unroll
-    for (int n = first_tile; n < first_tile + count; n += 4) {
-      u32 pair[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&tile)[4] = values[0][n + i];
-        pair[i] = ptx::pack2<typename Traits::Out>(tile[half * 2] * factor, tile[half * 2 + 1] * factor);
-      }
-      // Afterwards pair[0] and pair[1] are of the lane's tile of the first two, pair[2] and pair[3] of the last two.
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) swap_with(1, is_odd, pair[i], pair[i + 1]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) swap_with(2, is_second, pair[i], pair[i + 2]);
-      if (exists) *reinterpret_cast<uint4*>(mine + n * 8) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-    }
-  }
-  // The lower lane gives its second word and takes the other lane's first one. Words stay in the lanes' order.
-  FP_DEVICE void swap_with(int distance, bool is_upper, u32& first, u32& second) const {
-    const u32 given = is_upper ? first : second;
-    const u32 taken = __shfl_sync(0xffffffff, given, lane ^ distance);
-    (is_upper ? first : second) = taken;
   }
 };
 

@@ -1,4 +1,5 @@
-// Loads K and V of one unit to slots by cp.async, row by row: for pages of any size, where boxes would be too small.
+// Loads K and V of one unit to slots by cp.async, row by row: where boxes would be too small, because pages have few
+// tokens, or slow, because rows do not fill lines of the L2.
 #pragma once
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/tile/layout/slot_halves.h"
@@ -33,9 +34,14 @@ struct DecodeRows {
     i32 first_found[first_slots][groups];  // pages of the next slots, in order
   };
 
+  // Whether a row ends within a sector of the L2. The rest of the sector is a row of the next KV head, which another
+  // CTA reads at about the same time.
+  static constexpr bool shares_sectors =
+      (Halves::first_columns * sizeof(Cache)) % 32 != 0 || (Halves::second_columns * sizeof(Cache)) % 32 != 0;
+
   Slots& shared;
   const AttentionParams& params;
-  const u64 policy = ptx::evict_first();
+  const u64 policy = shares_sectors ? ptx::evict_last() : ptx::evict_first();
 
   FP_DEVICE DecodeRows(Slots& shared, const AttentionParams& params, const KvMaps&) : shared(shared), params(params) {}
 

@@ -39,4 +39,39 @@ FP_DEVICE void store_pair(const AttentionParams& params, bool partial, i64 offse
   }
 }
 
+// The lower lane of two gives its second word, and takes the other lane's first one. Words stay in the lanes' order.
+FP_DEVICE void swap_words(int distance, bool is_upper, int lane, u32& first, u32& second) {
+  const u32 given = is_upper ? first : second;
+  const u32 taken = __shfl_sync(0xffffffff, given, lane ^ distance);
+  (is_upper ? first : second) = taken;
+}
+
+// The four lanes of a row have a pair of columns in each of four tiles of eight columns. Afterwards a lane has the
+// eight columns of tile lane % 4, in sequence.
+FP_DEVICE void exchange_tiles(u32 (&pair)[4], int lane) {
+  const bool is_odd = lane % 2 != 0, is_second = lane % 4 / 2 != 0;
+  // Then pair[0] and pair[1] are of the lane's tile of the first two, pair[2] and pair[3] of the last two.
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) swap_words(1, is_odd, lane, pair[i], pair[i + 1]);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) swap_words(2, is_second, lane, pair[i], pair[i + 2]);
+}
+
+// Stores `count` tiles of eight 16-bit columns, of which a lane has pairs as products give them, times a factor: 16
+// bytes at a time. All lanes of the warp call it.
+template <class Out, int first_tile, int count, int tiles>
+FP_DEVICE void store_tiles(const float (&values)[tiles][4], int half, int lane, float factor, Out* row, bool exists) {
+  static_assert(count % 4 == 0 && sizeof(Out) == 2);
+  Out* const mine = row + lane % 4 * 8;
+#pragma unroll
+  for (int n = first_tile; n < first_tile + count; n += 4) {
+    u32 pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      pair[i] = ptx::pack2<Out>(values[n + i][half * 2] * factor, values[n + i][half * 2 + 1] * factor);
+    exchange_tiles(pair, lane);
+    if (exists) *reinterpret_cast<uint4*>(mine + n * 8) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+  }
+}
+
 }  // namespace flashpage

@@ -5,5 +5,6 @@
 namespace flashpage::ptx {
 
 inline u64 evict_first() { return 0; }
+inline u64 evict_last() { return 0; }
 
 }  // namespace flashpage::ptx
