@@ -54,9 +54,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="flashpage-torch-") as name:
         folder = Path(name)
         python = attempts.environment(torch, folder / "venv")
-        attempts.install(
-            torch, python, f"torch=={version}", "numpy>=1.26", "jinja2", "ninja", "pytest", env=environment
-        )
+        packages = (f"torch=={version}", "numpy>=1.26", "jinja2", "ninja", "pytest")
+        attempts.install(torch, python, "--no-compile", *packages, env=environment)
         environment["PYTHONPATH"] = str(ROOT)
         attempts.readme_and_demo(torch, [str(python)], environment, folder)
         attempts.step(

@@ -19,6 +19,7 @@ from flashpage.kernels.devices import CARDS
 from flashpage.kernels.spec import KernelSpec
 
 from . import specs
+from .elf import shared_bytes
 
 # compute_80 is PTX, which the driver compiles for cards without a cubin; aot/specs.py gives it tiles of its own.
 WHEEL_TARGETS = ("sm_80", "sm_90a", "compute_80", "avx2", "avx512")
@@ -44,11 +45,11 @@ def only_checked(targets: Iterable[str]) -> list[Kernel]:
 
 
 def sample(targets: Iterable[str]) -> list[Kernel]:
-    """The first spec of each attention kernel of each CUDA target."""
-    found: dict[tuple[str, Target], Kernel] = {}
+    """The first spec of each attention kernel of each CUDA target, and the general kernel over latent rows."""
+    found: dict[tuple[str, bool, Target], Kernel] = {}
     for target in map(Target.parse, targets):
-        for spec in specs.attention_specs(target):
-            found.setdefault((spec.kernel, target), (spec, target))
+        for spec in (*specs.attention_specs(target), *specs.latent_specs(target)):
+            found.setdefault((spec.kernel, spec.is_latent, target), (spec, target))
     return list(found.values())
 
 
@@ -84,11 +85,14 @@ def check(kernels: Iterable[Kernel], jobs: int | None = None) -> list[BuildResul
 
 
 def report(results: list[BuildResult]) -> None:
-    """Prints one line a kernel: seconds, registers, spilled bytes."""
+    """Prints one line a kernel: seconds; of a cubin registers, spilled bytes, and shared memory of a CTA."""
     for result in results:
         numbers = f"{result.seconds:6.1f} s"
         if result.registers is not None:
             numbers += f" {result.registers:4d} registers {result.spill_bytes or 0:5d} bytes spilled"
+        shared = shared_bytes(result.entry.image) if result.entry else None
+        if shared is not None:
+            numbers += f" {shared:6d} shared"
         print(f"{result.target.name:10s} {numbers}  {result.spec.name}{'  FAILED' if result.error else ''}")
 
 

@@ -8,7 +8,7 @@ import itertools
 from flashpage.jit import Target
 from flashpage.jit.targets import PTX
 from flashpage.kernels import ATTENTION, devices, helpers
-from flashpage.kernels.ahead import BF16, E4M3, ONE_TOKEN, Ahead
+from flashpage.kernels.ahead import BF16, E4M3, ONE_TOKEN, Ahead, latent_rows
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.context_classes import CLASSES
 from flashpage.kernels.devices import Device
@@ -64,10 +64,27 @@ _CHECKED_OF_HOPPER = (
 )
 
 
+# Latent rows that the general kernel reads on cards other than Hopper: each format, and each class of rows.
+_LATENT = (
+    *latent_rows(64, 32, 16),
+    *(
+        Ahead(BF16, E4M3, (columns, 512), rows, 64, kv_source="latent", latent_format=name)
+        for name, columns, rows in (("deepseek_v32", 576, 32), ("deepseek_v4", 512, 64), ("scaled", 576, 16))
+    ),
+)
+
+
+def latent_specs(target: Target) -> list[KernelSpec]:
+    """Specs of the general kernel over latent rows; none for Hopper, whose own kernels are in the list."""
+    if target.arch == devices.H200.sm:
+        return []
+    return list(dict.fromkeys(choose_for_card(row.problem, card).spec for card in cards_of(target) for row in _LATENT))
+
+
 def only_checked_specs(target: Target) -> list[KernelSpec]:
     """Specs that CI compiles next to the list, and no wheel has."""
     rows = _CHECKED_OF_HOPPER if target.arch == devices.H200.sm else ()
-    return [choose_for_card(row.problem, devices.H200).spec for row in rows]
+    return [*(choose_for_card(row.problem, devices.H200).spec for row in rows), *latent_specs(target)]
 
 
 def cpu_specs() -> list[KernelSpec]:

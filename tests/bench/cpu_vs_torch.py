@@ -1,8 +1,9 @@
 """The CPU backend compared with torch's scaled_dot_product_attention: equal values and threads, timed alternately.
 
 Torch gets its best layout, contiguous [batch, heads, tokens, head_dim], with grouped heads and with repeated ones; the
-faster one counts. flashpage reads shuffled pages of 16 tokens (decode) or ragged rows (prefill). The floor is the
-larger of two times: flops at the measured rate of multiplications, and bytes at the measured rate of reads from memory.
+faster one counts. flashpage reads shuffled pages of 16 tokens (decode) or ragged rows (prefill). Latent rows (MLA) are
+keys of one head, and their first columns are the values. The floor is the larger of two times: flops at the measured
+rate of multiplications, and bytes at the measured rate of reads from memory.
 Exit status 1 if torch is faster, or if flashpage's error is more than twice torch's.
 """
 
@@ -27,8 +28,7 @@ from flashpage import native
 from flashpage.jit import host_target
 from flashpage.jit.compilers import find_cxx
 
-NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
-GROUP = NUM_Q_HEADS // NUM_KV_HEADS
+PAGE_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,21 +40,40 @@ class Case:
     q_len: int
     kv_len: int
     dtype: torch.dtype
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    head_dim_vo: int = 128  # other than head_dim: latent rows
+
+    @property
+    def is_latent(self) -> bool:
+        return self.head_dim_vo != self.head_dim
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
 
     @property
     def flops(self) -> float:
         pairs = self.q_len * self.kv_len - (self.q_len * (self.q_len - 1)) / 2  # causal, right-aligned
-        return 4.0 * self.batch * NUM_Q_HEADS * HEAD_DIM * pairs
+        return 2.0 * self.batch * self.num_q_heads * (self.head_dim + self.head_dim_vo) * pairs
 
     @property
     def bytes(self) -> float:
-        rows = 2 * self.batch * (self.kv_len * NUM_KV_HEADS + self.q_len * NUM_Q_HEADS)
-        return float(rows * HEAD_DIM * self.dtype.itemsize)
+        columns = self.head_dim + self.head_dim_vo
+        of_token = self.head_dim if self.is_latent else columns
+        elements = self.kv_len * self.num_kv_heads * of_token + self.q_len * self.num_q_heads * columns
+        return float(self.batch * elements * self.dtype.itemsize)
 
 
+LATENT = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
 CASES = [
-    Case(name, *lengths, dtype)
-    for name, lengths in (("decode 16 x 2k", (16, 1, 2048)), ("causal prefill 1 x 1k", (1, 1024, 1024)))
+    Case(name, *lengths, dtype, **sizes)
+    for name, lengths, sizes in (
+        ("decode 16 x 2k", (16, 1, 2048), {}),
+        ("causal prefill 1 x 1k", (1, 1024, 1024), {}),
+        ("latent decode 4 x 2k", (4, 1, 2048), LATENT),
+    )
     for dtype in (torch.float32, torch.bfloat16)
 ]
 
@@ -62,26 +81,45 @@ CASES = [
 def flashpage_call(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
     """flashpage's call for q, k, v [batch, tokens, heads, head_dim]."""
     workspace = torch.empty(64 << 20, dtype=torch.uint8)
-    rows = q.reshape(-1, NUM_Q_HEADS, HEAD_DIM)
+    rows, heads = q.reshape(-1, case.num_q_heads, case.head_dim), (case.num_q_heads, case.num_kv_heads, case.head_dim)
     if case.q_len > 1:
         ragged = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         starts = indptr([case.q_len] * case.batch)
-        ragged.plan(starts, starts, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, causal=True, q_data_type=case.dtype)
-        keys, values = (t.reshape(-1, NUM_KV_HEADS, HEAD_DIM) for t in (k, v))
+        ragged.plan(starts, starts, *heads, causal=True, q_data_type=case.dtype)
+        keys, values = (t.reshape(-1, case.num_kv_heads, case.head_dim) for t in (k, v))
         return lambda: ragged.run(rows, keys, values)
     table = Paged([case.kv_len] * case.batch, PAGE_SIZE, torch.device("cpu"))
-    cache = torch.empty(table.num_pages, 2, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, dtype=case.dtype)
+    if case.is_latent:
+        return latent_call(case, table, rows, k)
+    cache = torch.empty(table.num_pages, 2, PAGE_SIZE, case.num_kv_heads, case.head_dim, dtype=case.dtype)
     for i, tensor in enumerate((k, v)):
-        cache[table.indices.long(), i] = tensor.reshape(-1, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
+        cache[table.indices.long(), i] = tensor.reshape(-1, PAGE_SIZE, case.num_kv_heads, case.head_dim)
     paged = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
     pages = (table.indptr, table.indices, table.last_page_len)
-    paged.plan(*pages, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, q_data_type=case.dtype)
+    paged.plan(*pages, *heads, PAGE_SIZE, q_data_type=case.dtype)
     return lambda: paged.run(rows, cache)
+
+
+def latent_call(case: Case, table: Paged, rows: torch.Tensor, k: torch.Tensor) -> Callable[[], torch.Tensor]:
+    wrapper = flashpage.BatchMLAPagedAttentionWrapper(torch.empty(64 << 20, dtype=torch.uint8))
+    cache = torch.empty(table.num_pages, PAGE_SIZE, case.head_dim, dtype=case.dtype)
+    cache[table.indices.long()] = k.reshape(-1, PAGE_SIZE, case.head_dim)
+    starts, lens = indptr([case.q_len] * case.batch), torch.tensor([case.kv_len] * case.batch)
+    wrapper.plan(
+        metadata=flashpage.MLAPlanMetadata.csr(starts, table.indptr, table.indices, lens),
+        num_heads=case.num_q_heads,
+        head_dim_ckv=case.head_dim_vo,
+        head_dim_kpe=case.head_dim - case.head_dim_vo,
+        page_size=PAGE_SIZE,
+        sm_scale=case.head_dim**-0.5,
+        q_data_type=case.dtype,
+    )
+    return lambda: wrapper.run(query=rows, kv_cache=cache)
 
 
 def torch_calls(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
     q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-    repeated = [t.repeat_interleave(GROUP, 1) for t in (k, v)]
+    repeated = [t.repeat_interleave(case.group, 1) for t in (k, v)]
     causal = case.q_len > 1
     return [
         lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True),
@@ -121,7 +159,7 @@ def errors(case: Case, inputs: list[torch.Tensor], ours: torch.Tensor, theirs: t
     """Norms of the differences from the fp64 result, relative to its norm."""
     q, k, v = (t.transpose(1, 2).double() for t in inputs)
     exact = scaled_dot_product_attention(q, k, v, is_causal=case.q_len > 1, enable_gqa=True)
-    ours = ours.reshape(case.batch, case.q_len, NUM_Q_HEADS, HEAD_DIM).transpose(1, 2)
+    ours = ours.reshape(case.batch, case.q_len, case.num_q_heads, case.head_dim_vo).transpose(1, 2)
     return tuple(((out.double() - exact).norm() / exact.norm()).item() for out in (ours, theirs))
 
 
@@ -140,8 +178,10 @@ def main() -> int:
     passed = True
     for case in CASES:
         generator = torch.Generator().manual_seed(0)
-        shapes = ((case.q_len, NUM_Q_HEADS), (case.kv_len, NUM_KV_HEADS), (case.kv_len, NUM_KV_HEADS))
-        inputs = [torch.randn(case.batch, *shape, HEAD_DIM, generator=generator).to(case.dtype) for shape in shapes]
+        shapes = [(case.q_len, case.num_q_heads), *[(case.kv_len, case.num_kv_heads)] * 2]
+        inputs = [torch.randn(case.batch, *of, case.head_dim, generator=generator).to(case.dtype) for of in shapes]
+        if case.is_latent:
+            inputs[2] = inputs[1][..., : case.head_dim_vo]
         calls = [flashpage_call(case, *inputs), *torch_calls(case, *inputs)]
         ratios = errors(case, inputs, calls[0](), calls[1]())
         ours, *theirs = (statistics.median(spent) for spent in times_ms(calls, repeats))

@@ -11,6 +11,8 @@ import torch
 from capacity_steps import decode_steps as capacity_steps
 from comparison import Outputs
 from graphs import capture
+from latent_steps import LatentSteps, append_cases
+from latent_steps import decode_cases as latent_cases
 from on_device import OnDevice
 from steps import Steps, assert_same_bits, decode_cases, prefill_cases
 
@@ -198,6 +200,44 @@ def test_a_graph_that_plans_beside_other_work() -> None:
         lengths.load(i)
         replay()
         steps.check(i, Outputs(steps.out, steps.lse))
+
+
+# ---------------------------------------------------------------- latent rows
+
+
+@pytest.mark.parametrize("form", ["csr", "dense"])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_latent_replays_follow_the_plan(heads: int, form: str) -> None:
+    """Decode by each of Hopper's kernels, and by lists of pages or tables."""
+    steps = LatentSteps(latent_cases(heads), DEVICE)
+    wrapper, batch = steps.wrapper(graph=True), steps.batch
+    steps.load(0)
+    steps.plan(wrapper, 0, form)
+    replay = capture(lambda: steps.run(wrapper, batch))
+    for i in (*range(len(steps)), *reversed(range(len(steps)))):
+        steps.load(i)
+        steps.plan(wrapper, i, form)
+        replay()
+        steps.check(i)
+
+
+@pytest.mark.parametrize("captures_plan", [False, True], ids=["planned again", "plan captured"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latent_plans_made_on_the_card(heads: int, captures_plan: bool) -> None:
+    """Tables and lengths that the host does not read: batches have fewer rows than max_q_len allows."""
+    steps = LatentSteps(append_cases(heads), DEVICE)
+    wrapper = steps.wrapper(graph=False)
+
+    def step() -> None:
+        steps.plan_on_device(wrapper)
+        steps.run(wrapper)
+
+    steps.load(0)
+    call = capture(step) if captures_plan else step
+    for i in (*range(len(steps)), *reversed(range(len(steps)))):
+        steps.load(i)
+        call()
+        steps.check(i)
 
 
 # ---------------------------------------------------------------- a thousand rounds, planned while others replay

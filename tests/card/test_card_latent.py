@@ -1,5 +1,5 @@
 """Latent rows on a card: the general kernel where Hopper has its own, lists of tokens that change under a captured run,
-and plans from lengths on the card."""
+and plans from lengths of lists on the card."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ LATENT = [case for case in CASES if case.entry == "latent" and case.runs_on(DEVI
 GENERAL = [kernel for kernel in choose.ATTENTION if not kernel.name.startswith("latent_")]
 
 
-@pytest.mark.parametrize("case", [case for case in LATENT if not (case.row_format or case.selected)], ids=str)
+@pytest.mark.parametrize("case", LATENT, ids=str)
 def test_the_general_kernel(case: Case) -> None:
+    """Rows in fp8 and lists of tokens too: it takes every row of the table."""
     with mock.patch.object(choose, "ATTENTION", GENERAL):
         run_case(case, DEVICE)
 

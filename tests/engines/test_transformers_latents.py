@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from hf_models import VOCABULARY, greedy, left_padded, make_model
+from hf_models import VOCABULARY, greedy, left_padded, make_kimi, make_model
 
 from flashpage import CapabilityError, RunError, hf
 from flashpage.engines.transformers import latents
@@ -60,11 +60,24 @@ def test_rows_are_cached_and_only_prompts_expanded(models: tuple[Any, Any], expa
 
 
 def test_glm_has_the_same_layers() -> None:
+    hf.register()
     model = make_model("deepseek-v3", config_class="Glm4MoeLiteConfig")
     inputs = left_padded(LENGTHS)
     expected = greedy(model, inputs, 12)
     model.set_attn_implementation(hf.NAME)
     assert torch.equal(greedy(model, inputs, 12, past_key_values=hf.PagedCache(model.config)), expected)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Kimi_K25Config"), reason="transformers has no Kimi K2.5")
+def test_kimi_has_a_text_model_of_the_same_layers() -> None:
+    model, inputs = make_kimi(), left_padded(LENGTHS)
+    inputs["input_ids"] = torch.where(inputs["attention_mask"].bool(), inputs["input_ids"].clamp(min=6), 0)
+    expected = greedy(model, inputs, 12)
+    hf.register()
+    model.set_attn_implementation({"text_config": hf.NAME})
+    cache = hf.PagedCache(model.config, page_size=4)
+    assert torch.equal(greedy(model, inputs, 12, past_key_values=cache), expected)
+    assert cache.layers[0].keys.shape[-1] == 32 + 64
 
 
 def test_a_prompt_is_computed_once(models: tuple[Any, Any]) -> None:

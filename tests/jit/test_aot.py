@@ -17,6 +17,7 @@ from jit_sandbox import Sandbox, toy
 from aot import build as aot_build
 from aot import specs
 from aot import wheel as aot_wheel
+from aot.elf import shared_bytes
 from flashpage import jit
 from flashpage.base import paths
 from flashpage.base.dtypes import DType
@@ -35,18 +36,21 @@ from flashpage.variants import builtin
 ROOT = Path(__file__).resolve().parents[2]
 # The kernel has head_dim_qk live values, with at most 32 registers a thread.
 CUDA_TEMPLATE = """#include "flashpage/params/params.h"
-extern "C" __device__ const int flashpage_launch[3] = {1024, 0, 0};
+extern "C" __device__ const int flashpage_launch[3] = {1024, 4096, 0};
 using flashpage::MergeParams;
 extern "C" __global__ void __launch_bounds__(1024, 2) {{ spec.entry }}(const __grid_constant__ MergeParams p) {
   constexpr int n = {{ spec.head_dim_qk }};
+  __shared__ float first;
+  if (threadIdx.x == 0) first = p.partial_out[0];
   float x[n];
 #pragma unroll
   for (int i = 0; i < n; i++) x[i] = p.partial_out[i + threadIdx.x];
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < n; i++) p.lse[i * threadIdx.x] = x[i];
+  for (int i = 0; i < n; i++) p.lse[i * threadIdx.x] = x[i] + first;
 }
 """
+SHARED = 4096 + 4  # bytes of the template: given at the launch, and fixed
 
 
 @pytest.fixture
@@ -250,6 +254,7 @@ def test_cuda_compilers(sandbox: Sandbox, compiler: compilers.Compiler) -> None:
     assert sm_80.entry.image[:4] == sm_90a.entry.image[:4] == b"\x7fELF"
     assert sm_80.entry.image != sm_90a.entry.image
     assert 0 < sm_80.registers <= 32
+    assert shared_bytes(sm_80.entry.image) == SHARED and shared_bytes(ptx.entry.image) is None
     assert sm_80.spill_bytes == sm_90a.spill_bytes == 0
     assert ptx.entry.path.suffix == ".ptx"
     (sandbox.templates / "kernel.cu.jinja").write_text("int x = y;\n")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import REDUCED
 from cases.case import MIXED_KV, MIXED_Q, Case, decode, prefill
+from cases.latent import latent_case
 from comparison import Outputs, compare
 from harness import Runner, run_case
 from inputs import assemble, make_inputs, one_request, reference_states
@@ -76,7 +77,23 @@ def invariant_cases() -> list[Case]:
         cases.append(prefill(f"invariant-{name}-paged", "mixed", INVARIANT_Q, INVARIANT_KV, causal=True, **split))
         entry = {"entry": "ragged", "causal": True}
         cases.append(prefill(f"invariant-{name}-ragged", "mixed", INVARIANT_Q, INVARIANT_KV, **entry, **split))
+        cases += latent_invariant_cases(name, split)
     return cases
+
+
+def latent_invariant_cases(name: str, split: dict[str, Any]) -> list[Case]:
+    """Latent rows by each kernel that Hopper has for them. Prompts and decode rows of one batch have equal tiles."""
+    ones, lists = (1,) * len(INVARIANT_KV), {"selected": "lengths", "num_q_heads": 64}
+    mixed: dict[str, Any] = {"num_q_heads": 8, "causal": True}
+    return [
+        latent_case(f"invariant-{name}", "16 heads", ones, INVARIANT_KV, **split),
+        latent_case(f"invariant-{name}-columns", "40 heads", ones, INVARIANT_KV, num_q_heads=40, **split),
+        latent_case(f"invariant-{name}-wide", "128 heads", ones, INVARIANT_KV, num_q_heads=128, sinks=True, **split),
+        latent_case(f"invariant-{name}-rows", "page 1", ones, INVARIANT_KV, num_q_heads=128, page_size=1, **split),
+        latent_case(f"invariant-{name}-mixed", "decode rows and prompts", INVARIANT_Q, INVARIANT_KV, **mixed, **split),
+        latent_case(f"invariant-{name}-v32", "fp8", ones, INVARIANT_KV, row_format="deepseek_v32", **split),
+        latent_case(f"invariant-{name}-selected", "lists of tokens", ones, INVARIANT_KV, **lists, **split),
+    ]
 
 
 @pytest.mark.parametrize("case", invariant_cases(), ids=str)

@@ -124,11 +124,11 @@ def sizes_of(source: str, sm: int) -> dict[int, int]:
     return {int(name.removeprefix("launch_")): size for name, (_, size) in launches.items()}
 
 
-# With 2 each head dim has each pair of types, and each kind of one pair or another; with 10 each has one or two.
-@pytest.mark.parametrize("step", [10, pytest.param(2, marks=pytest.mark.rare)], ids=lambda step: f"1 in {step}")
 @pytest.mark.parametrize("card", ONE_OF_A_KIND, ids=lambda card: f"sm_{card.sm}-{card.name}")
-def test_tiles_fit(card: Device, step: int) -> None:
-    specs = specs_of(card, step)
+def test_tiles_fit(card: Device, request: pytest.FixtureRequest) -> None:
+    """One in 10 combinations: each head dim has one or two pairs of types and kinds. Among the rare tests one in 2,
+    those among them: each head dim has each pair of types, and each kind of one pair or another."""
+    specs = specs_of(card, 2 if request.config.getoption("rare") else 10)
     sizes = sizes_of(source_of(specs), 90 if card.sm == 90 else 80)  # one compile for all cards with these specs
     assert len(sizes) == len(specs) > 100
     too_large = {specs[number].name: size for number, size in sizes.items() if size > card.shared_bytes}

@@ -1,7 +1,8 @@
 """Differential fuzzing: random batches and options against the fp64 reference, over all wrappers, formats and backends.
 
-`make fuzz MINUTES=30` runs longer, from a new seed each time, and CI for half a minute. A row that failed is
-kept as a regression test: put what the failure prints into KEPT, with a comment that says what was wrong.
+`make fuzz MINUTES=30` runs longer, from a new seed each time, and CI for half a minute; `FUZZ_MINUTES=60 pytest -s
+tests/net/test_fuzz.py -k latents` gives all of the time to one strategy. A row that failed is kept as a regression
+test: put what the failure prints into KEPT, with a comment that says what was wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CHECKS: dict[type, Callable[[Any, str], Any]] = {Case: run_case, CascadeCase: ch
 STRATEGIES: list[Strategy] = [fuzz.cases, fuzz.cascades, fuzz.blocks, fuzz_graphs.graphs]
 STRATEGIES += [fuzz_wrappers.pods, fuzz_wrappers.mixed, fuzz_wrappers.matrices, fuzz_wrappers.variable_matrices]
 STRATEGIES += [fuzz_states.appends, fuzz_states.merges, fuzz_wrappers.latents]
-SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.08")) * 60 / len(STRATEGIES)  # of each
+SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.08")) * 60  # of all strategies that run
 
 KEPT: list[Any] = []
 
@@ -69,9 +70,9 @@ def check(row: Any, device: str) -> None:
         row.check(device)
 
 
-def rounds(strategy: Strategy, device: str) -> int:
+def rounds(strategy: Strategy, device: str, seconds: float) -> int:
     """Draws rows until the time is over, and on a slow machine until one row is compared; returns how many were."""
-    end, compared, number = time.monotonic() + SECONDS, 0, SEED
+    end, compared, number = time.monotonic() + seconds, 0, SEED
     while time.monotonic() < end or (not compared and number < SEED + LEAST_ROUNDS):
         compared += compare_rows(strategy, device, number, end)
         number += 1
@@ -112,8 +113,9 @@ def compare_rows(strategy: Strategy, device: str, number: int, end: float) -> in
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
-def test_random_rows(strategy: Any, device: str) -> None:
+def test_random_rows(strategy: Any, device: str, request: pytest.FixtureRequest) -> None:
     torch.set_num_threads(1)
-    compared = rounds(strategy, device)
+    running = sum(getattr(item, "originalname", "") == "test_random_rows" for item in request.session.items)
+    compared = rounds(strategy, device, SECONDS / running)
     print(f"{strategy.__name__} on {device}: {compared} rows")
     assert compared > 0, "nothing was compared"

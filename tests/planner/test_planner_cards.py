@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from profiles import PROFILES
 from flashpage import native
 from flashpage.base.dtypes import DType
 from flashpage.errors import PlanError, SettingError
-from flashpage.kernels import choose, devices, schedules
+from flashpage.kernels import choose, devices, latent_formats, schedules
 from flashpage.kernels.options import Options
 from flashpage.kernels.work import Problem
 
@@ -39,11 +40,36 @@ def test_plans_hold(name: str) -> None:
             _check(Batch(np.array(rows), np.array(tokens), *heads, causal=True), dim, card)
 
 
+@pytest.mark.parametrize("row_format", ["plain", "scaled", *latent_formats.PACKED])
+@pytest.mark.parametrize("name", [*PROFILES, "H200", "H100:4", "RTX 4090:7"])
+def test_plans_of_latent_rows_hold(name: str, row_format: str) -> None:
+    """Decode, drafts and a prompt, with few and many heads, over pages with boxes and without, and over lists.
+    Two pairs of CTAs need four SMs."""
+    card = devices.named(name)
+    stored = DType.BFLOAT16 if row_format == "plain" else DType.FLOAT8_E4M3
+    columns = 512 if row_format == "deepseek_v4" else 576
+    for heads, (source, page_size) in itertools.product(
+        (16, 64, 128), (("latent", 64), ("latent", 1), ("selected", 64))
+    ):
+        types = (DType.BFLOAT16, stored, DType.BFLOAT16)
+        options = Options(source, heads, 1, columns, 512, page_size, *types, latent_format=row_format)
+        for kv_lens in DECODES:
+            _check_options(Batch(np.ones_like(kv_lens), kv_lens, heads, 1), options, card)
+        if source == "latent":
+            for rows, tokens in (([2] * 5, [900, 1, 0, 64, 20_000]), PREFILLS[0]):
+                batch = Batch(np.array(rows), np.array(tokens), heads, 1, causal=True)
+                _check_options(batch, dataclasses.replace(options, causal=True), card)
+
+
 def _check(batch: Batch, dim: int, card: devices.Device) -> None:
-    uniform = 1 if (batch.q_lens == 1).all() else 0
     options = Options(
         "paged", batch.num_q_heads, batch.num_kv_heads, dim, dim, 16, *[DType.BFLOAT16] * 3, causal=batch.causal
     )
+    _check_options(batch, options, card)
+
+
+def _check_options(batch: Batch, options: Options, card: devices.Device) -> None:
+    uniform = int(batch.q_lens[0]) if len(set(batch.q_lens.tolist())) == 1 and batch.q_lens[0] <= 2 else 0
     options = dataclasses.replace(options, uniform_q_len=uniform)
     packed = choose.packed_rows(options, len(batch.q_lens), int(batch.q_lens.sum()))
     choice = choose.choose_for_card(Problem(options, packed), card)

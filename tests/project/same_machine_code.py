@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests" / "support"))
+sys.path += [str(ROOT), str(ROOT / "tests" / "support")]
 from cubin import Cubin, differences, read_cubin  # noqa: E402
 
 _DIFF_LINES = 60  # lines of one kernel's disassembly

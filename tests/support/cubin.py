@@ -6,34 +6,16 @@ import dataclasses
 import struct
 from collections.abc import Iterator
 
-_SYMTAB, _RELA, _NOBITS, _REL = 2, 4, 8, 9  # sh_type
+from aot import elf
+from aot.elf import LAUNCH, Symbol
+
+_RELA, _REL = 4, 9  # sh_type
 _FUNC = 2  # symbol type
-_LAUNCH = "flashpage_launch"
 _LAUNCH_NUMBERS = 2  # threads and dynamic shared bytes; only the host uses later numbers
 # .nv.info attributes whose payload begins with a symbol's index, or is a list of such indices.
 _REGCOUNT, _EXTERNS = 0x2F, 0x0F
 _BEGINS_WITH_SYMBOL = {0x0A, 0x11, 0x12, 0x23, _REGCOUNT}  # parameter bank, frame and stack sizes, registers
 _INSTRUCTION_BYTES = 16  # since sm_70
-
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    name: str
-    kind: int
-    flags: int
-    data: bytes  # empty if the file holds none (_NOBITS)
-    size: int
-    link: int
-    info: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Symbol:
-    name: str
-    kind: int
-    section: int
-    value: int
-    size: int
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -73,32 +55,8 @@ class Cubin:
         return sum(function.shared_bytes for function in self.functions)
 
 
-class Elf:
-    def __init__(self, image: bytes) -> None:
-        if image[:5] != b"\x7fELF\x02":
-            raise ValueError(f"not a cubin: it begins with {image[:5]!r}; pass an ELF64 file")
-        self._image = image
-        offset, size, count, names = *struct.unpack_from("<Q", image, 40), *struct.unpack_from("<HHH", image, 58)
-        headers = [struct.unpack_from("<IIQQQQIIQQ", image, offset + i * size) for i in range(count)]
-        texts = self._slice(headers[names])
-        self.sections = [
-            Section(_text(texts, h[0]), h[1], h[2], b"" if h[1] == _NOBITS else self._slice(h), h[5], h[6], h[7])
-            for h in headers
-        ]
-        self.symbols = list(self._read_symbols())
-
-    def _slice(self, header: tuple[int, ...]) -> bytes:
-        return self._image[header[4] : header[4] + header[5]]
-
-    def _read_symbols(self) -> Iterator[Symbol]:
-        for table in self.sections:
-            if table.kind == _SYMTAB:
-                texts = self.sections[table.link].data
-                for name, info, _, section, value, size in struct.iter_unpack("<IBBHQQ", table.data):
-                    yield Symbol(_text(texts, name), info & 15, section, value, size)
-
-    def bytes_of(self, symbol: Symbol) -> bytes:
-        return self.sections[symbol.section].data[symbol.value : symbol.value + symbol.size]
+class Elf(elf.Elf):
+    """With what describes machine code."""
 
     def info(self, name: str) -> Iterator[tuple[int, bytes]]:
         """Attributes and payloads of .nv.info sections of this name, with symbols' indices in them."""
@@ -127,7 +85,7 @@ class Elf:
         section = self.sections[symbol.section]
         if symbol.kind == _FUNC:
             return f"code at {symbol.value}"
-        if symbol.name == _LAUNCH:
+        if symbol.name == LAUNCH:
             return "the launch block"
         return f"{'.'.join(section.name.split('.')[:3])} {symbol.size} {self.bytes_of(symbol).hex()}"
 
@@ -139,11 +97,11 @@ def read_cubin(image: bytes) -> Cubin:
     own = {f".nv.constant{bank}.{name}" for bank in range(10) for name in names}
     shared = [s for s in elf.sections if s.name.startswith(".nv.constant") and s.name not in own]
     initialised = [s for s in elf.symbols if s.size and elf.sections[s.section % 0xFF00].name == ".nv.global.init"]
-    launch = next((elf.bytes_of(symbol) for symbol in initialised if symbol.name == _LAUNCH), None)
+    launch = next((elf.bytes_of(symbol) for symbol in initialised if symbol.name == LAUNCH), None)
     return Cubin(
         functions=functions,
         constants=tuple((section.name, section.data) for section in shared),
-        data=tuple(sorted(elf.bytes_of(symbol) for symbol in initialised if symbol.name != _LAUNCH)),
+        data=tuple(sorted(elf.bytes_of(symbol) for symbol in initialised if symbol.name != LAUNCH)),
         zeroed_bytes=sum(section.size for section in elf.sections if section.name == ".nv.global"),
         relocations=tuple(entry for section in shared for entry in elf.relocations(section.name)),
         launch=None if launch is None else struct.unpack_from(f"<{_LAUNCH_NUMBERS}i", launch),
@@ -174,10 +132,6 @@ def _unnamed(attribute: int, payload: bytes) -> bytes:
     if attribute == _EXTERNS:
         return b"\0" * len(payload)
     return payload[4:] if attribute in _BEGINS_WITH_SYMBOL else payload
-
-
-def _text(table: bytes, offset: int) -> str:
-    return table[offset : table.index(b"\0", offset)].decode()
 
 
 def differences(old: Cubin, new: Cubin) -> list[str]:

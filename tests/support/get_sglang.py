@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from get_vllm import ENGINES, get_tree, pip
+from get_vllm import ENGINES, get_tree, install
 
 PACKAGES = ENGINES / "sglang-packages"
 TREES = ("0.5.15.post1",)
@@ -34,7 +34,7 @@ def main(names: list[str]) -> None:
         print("skipped: SGLang's tests need Python 3.11")
         return
     ENGINES.mkdir(parents=True, exist_ok=True)
-    pip("install", "--no-deps", "--upgrade", "--target", str(PACKAGES), *NEEDED)
+    install(PACKAGES, *NEEDED)
     for name in names or TREES:
         get_tree("sglang", name, _is_needed)
 

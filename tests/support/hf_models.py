@@ -74,6 +74,19 @@ def make_model(name: str, seed: int = 0, implementation: str = "eager", **change
     return model.eval()
 
 
+def make_kimi(seed: int = 0, implementation: str = "eager") -> Any:
+    """Kimi K2.5, whose text model is DeepSeek's, with the smallest tower for pictures."""
+    torch.manual_seed(seed)
+    sizes = {"patch_size": 2, "num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 16}
+    tower = transformers.Kimi_K25VisionConfig(**sizes, intermediate_size=16, pos_emb_height=4, pos_emb_width=4)
+    tokens = {"image_token_id": 2, "video_token_id": 3, "vision_start_token_id": 4, "vision_end_token_id": 5}
+    config = transformers.Kimi_K25Config(
+        text_config=make_config("deepseek-v3"), vision_config=tower, projection_hidden_size=16, **tokens
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=implementation)
+    return model.eval()
+
+
 def left_padded(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
     """input_ids and attention_mask of a batch of different lengths."""
     generator = torch.Generator().manual_seed(seed)

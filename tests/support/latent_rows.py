@@ -125,7 +125,9 @@ def lists(case: Case, indptr: torch.Tensor, indices: torch.Tensor, masks: list[t
     for request, mask in enumerate(masks):
         pages = indices[indptr[request] : indptr[request + 1]]
         for row in mask:
-            tokens = row.nonzero().flatten()[torch.randperm(int(row.sum()), generator=generator)]
+            count = int(row.sum())  # from which the order follows, so that it is the same in any batch
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
+            tokens = row.nonzero().flatten()[order]
             found.append(pages[tokens // case.page_size] * case.page_size + tokens % case.page_size)
     topk = max(map(len, found), default=0) + 7
     if case.selected == "lengths":

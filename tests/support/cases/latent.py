@@ -18,36 +18,60 @@ def _fp8_rows() -> list[Case]:
     e4m3, batch = {"kv_dtype": "float8_e4m3fn"}, ((1, 3, 1), (130, 70, 0))
     fp16: dict[str, Any] = {"q_dtype": "float16", "page_size": 3, "head_dim": 320, "head_dim_vo": 256}
     v4: dict[str, Any] = {"head_dim": 512, "row_format": "deepseek_v4"}
+    v32: dict[str, Any] = {"row_format": "deepseek_v32"}
     return [
         latent_case("fp8-numbers", "a scale of each part", *batch, row_format="numbers", causal=True, **e4m3),
         latent_case("fp8-tensors", "scales on the device", *batch, row_format="tensors", cache="gapped", **e4m3),
         latent_case("fp8-tokens", "scales of tokens", *batch, row_format="tokens", cache="interleaved", **e4m3),
         latent_case(
-            "fp8-one-scale", "a scale a token", *batch, row_format="tokens", head_dim=192, head_dim_vo=128, **e4m3
+            *("fp8-one-scale", "a scale a token, a size of the general kernel", *batch),
+            **e4m3 | {"row_format": "tokens", "head_dim": 192, "head_dim_vo": 128, "reduced": True},
         ),
         latent_case("fp8-three", "three scales", *batch, row_format="tokens", head_dim=448, head_dim_vo=384, **e4m3),
         latent_case("fp8-fp16", "Mistral's rows under fp16", *batch, row_format="tokens", **fp16, **e4m3),
-        latent_case("v32", "rows of 656 bytes", *batch, row_format="deepseek_v32", num_q_heads=40, causal=True),
-        latent_case("v32-gapped", "with gaps", *batch, row_format="deepseek_v32", cache="gapped", sinks=True),
+        latent_case("v32", "rows of 656 bytes", *batch, num_q_heads=40, causal=True, reduced=True, **v32),
+        latent_case("v32-gapped", "with gaps", *batch, cache="gapped", sinks=True, **v32),
         latent_case("v32-page-1", "tokens one by one", *batch, row_format="deepseek_v32-uneven", page_size=1),
-        latent_case("v32-fp16", "fp16 queries", *batch, row_format="deepseek_v32", q_dtype="float16", page_size=64),
+        latent_case("v32-fp16", "fp16 queries", *batch, q_dtype="float16", page_size=64, **v32),
         latent_case("v32-cut", "one long request", (1,), (3000,), row_format="deepseek_v32-uneven", num_q_heads=128),
-        latent_case("v4", "rows of 584 bytes, scales after those of a page", *batch, **v4),
+        latent_case("v4", "rows of 584 bytes, scales after those of a page", *batch, reduced=True, **v4),
         latent_case("v4-page-64", "the same", *batch, page_size=64, num_q_heads=64, causal=True, **v4),
     ]
 
 
 def _selected_rows() -> list[Case]:
     batch, v32 = ((1, 4, 0, 3), (130, 70, 3, 0)), {"row_format": "deepseek_v32"}
+    columns: dict[str, Any] = {"num_q_heads": 40, "reduced": True}
     return [
-        latent_case("selected", "lists with gaps", *batch, selected="padded"),
+        latent_case("selected", "lists with gaps", *batch, selected="padded", reduced=True),
         latent_case("selected-lengths", "lists of known lengths", *batch, selected="lengths", sinks=True, page_size=3),
-        latent_case("selected-two", "two tensors", *batch, selected="padded", cache="gapped", num_q_heads=40),
+        latent_case("selected-two", "two tensors", *batch, selected="padded", cache="gapped", **columns),
         latent_case("selected-cut", "one long list is cut", (1,), (5000,), selected="lengths", num_q_heads=128),
         latent_case("selected-split", "cut at multiples", *batch, selected="padded", fixed_split_size=32),
         latent_case("selected-v32", "rows of 656 bytes", *batch, selected="padded", outputs="no_lse", **v32),
         latent_case("selected-v32-page-64", "the same", *batch, selected="lengths", page_size=64, **v32),
         latent_case("selected-prefill", "many rows", (90,), (120,), selected="lengths", mask_kind="past"),
+    ]
+
+
+def _flashinfer_rows() -> list[Case]:
+    """Batches of FlashInfer's own tests (tests/attention/test_deepseek_mla.py), the long ones shortened."""
+    fp16: dict[str, Any] = {"q_dtype": "float16"}
+    tokens: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "row_format": "tokens", "head_dim": 512}
+    numbers: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "row_format": "numbers", "page_size": 64}
+    varlen, lens = {"page_size": 1, **fp16}, (1, 79, 514, 11, 17, 114)
+    return [
+        latent_case("varlen", "five rows a request, which may have fewer tokens", (5,) * 6, lens, **varlen),
+        latent_case("varlen-64", "64 heads, causal", (9,) * 3, (11, 33, 514), num_q_heads=64, causal=True, **varlen),
+        latent_case("varlen-decode", "64 heads", (1,) * 6, (0, 33, 514, 3, 79, 743), num_q_heads=64, **varlen),
+        latent_case("without-kpe", "fp16 rows without a tail", (3, 3), (97, 97), head_dim=512, **fp16),
+        latent_case("many", "157 requests, pages of 32", (1,) * 157, (33,) * 157, page_size=32, **fp16),
+        latent_case("rows-17", "17 rows a request", (17, 17), (197, 75), page_size=32, causal=True, **fp16),
+        latent_case("page-128", "128 heads, pages of 128", (1, 1), (1024, 128), num_q_heads=128, page_size=128),
+        latent_case("peaked", "one token has nearly all weight", (1, 1), (300, 128), num_q_heads=128, sm_scale=7.2),
+        latent_case("fp8-without-kpe", "scales of tokens without a tail", (1, 1), (45, 29), **tokens),
+        latent_case("fp8-16-rows", "128 heads, 16 rows", (16,), (256,), num_q_heads=128, causal=True, **numbers),
+        latent_case("fp8-64-heads", "64 heads", (1, 1), (256, 256), num_q_heads=64, **numbers),
     ]
 
 
@@ -58,13 +82,17 @@ def rows() -> list[Case]:
         latent_case("edges-split", "q and the cache as two tensors", ones, edges, q_strides="split", cache="tuple"),
         latent_case("packed", "q and the cache in one tensor each", ones, edges, cache="interleaved", page_size=64),
         latent_case("gapped", "gaps between rows and pages", (1, 2), (77, 33), cache="gapped", outputs="strided"),
-        latent_case("page-1", "pages of one token", (1, 1, 1), (200, 0, 3), page_size=1, cache="interleaved"),
+        latent_case(
+            "page-1", "pages of one token", (1, 1, 1), (200, 0, 3), page_size=1, cache="interleaved", reduced=True
+        ),
         latent_case("page-3", "pages of an odd size", (1, 4), (100, 65), page_size=3, causal=True),
         latent_case("mtp", "two rows a request, causal", (2, 2, 2), (64, 1, 129), causal=True),
         latent_case("mixed", "decode rows and prompts in one batch", MIXED_Q, MIXED_KV, causal=True, num_q_heads=8),
         latent_case("empty", "requests without tokens or rows", (1, 0, 3), (0, 40, 0)),
         latent_case("long", "one long request is cut", (1, 1), (6000, 5), num_q_heads=32),
-        latent_case("invariant", "cut at multiples of fixed_split_size", (1, 1), (700, 50), fixed_split_size=8),
+        latent_case(
+            "invariant", "cut at multiples of fixed_split_size", (1, 1), (700, 50), fixed_split_size=8, reduced=True
+        ),
         latent_case("uncut", "disable_split_kv", (1,), (3000,), disable_split_kv=True),
         latent_case("sinks", "sinks join the denominator", (1, 2), (50, 0), sinks=True, outputs="returned"),
         latent_case("no-lse", "no LSE is written", (1, 3), (20, 70), outputs="no_lse"),
@@ -74,11 +102,15 @@ def rows() -> list[Case]:
         ),
         latent_case("wide-edges", "128 heads at every tile edge", ones, edges, num_q_heads=128, page_size=64),
         latent_case("wide-mtp", "64 heads, causal", (2, 1, 3), (64, 1, 200), causal=True, num_q_heads=64, page_size=8),
-        latent_case("wide-rows", "64 heads, pages of one token", (1, 2), (200, 77), num_q_heads=64, page_size=1),
+        latent_case(
+            "wide-rows", "64 heads, pages of one token", (1, 2), (200, 77), num_q_heads=64, page_size=1, reduced=True
+        ),
         latent_case("wide-equal", "tiles side by side", (2, 2), (400, 65), causal=True, num_q_heads=128, page_size=64),
         latent_case("wide-little", "a short request by units of few rows", (1,), (300,), num_q_heads=96, page_size=64),
-        latent_case("wide-sinks", "pairs, one is cut", (1, 1), (400, 0), num_q_heads=128, sinks=True),
-        latent_case("columns", "64 heads, one is cut", (1,) * 3, (400, 0, 65), num_q_heads=64, sinks=True),
+        latent_case("wide-sinks", "pairs, one is cut", (1, 1), (400, 0), num_q_heads=128, sinks=True, reduced=True),
+        latent_case(
+            "columns", "64 heads, one is cut", (1,) * 3, (400, 0, 65), num_q_heads=64, sinks=True, reduced=True
+        ),
         latent_case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16"),
         latent_case("fp32", "fp32, on the CPU", (1, 2), (90, 130), q_dtype="float32"),
         latent_case("out-fp32", "another type of the output", (1, 2), (90, 130), o_dtype="float32"),
@@ -86,5 +118,6 @@ def rows() -> list[Case]:
         latent_case("512-0", "rows without a tail (Kimi K3)", (1, 5), (90, 130), head_dim=512, causal=True),
         *_fp8_rows(),
         *_selected_rows(),
+        *_flashinfer_rows(),
         latent_case("512-0-packed", "the same in one tensor", (1, 5), (90, 130), head_dim=512, cache="interleaved"),
     ]
