@@ -36,9 +36,9 @@ RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_sh
 
 
 def _loader(options: Options) -> str:
-    """Boxes where pages have them. The copy engine asks the L2 for each line of 128 bytes that a row touches. Rows that
-    do not fill their lines touch more of them and arrive earlier one by one, except where conversion takes longer, or
-    where no other KV head follows in the line (docs/tried.md)."""
+    """Boxes where pages have them. The copy engine requests each line of 128 bytes that a row touches. Rows that do not
+    fill their lines touch more of them and arrive earlier one by one, except where conversion takes longer, or where no
+    other KV head follows in the line (docs/tried.md)."""
     found = boxes_or_rows(options)
     if options.has_formats or not any(size > NARROW_LINE_BYTES and size % LINE_BYTES for size in options.row_bytes):
         return found

@@ -189,7 +189,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             self._check(arguments)
         self._now = self._planned
         self._plan(metadata, mask)
-        # Of a plan that is not refused: runs of the one before keep theirs.
+        # Set last, because after a refused plan the runs of the plan before go on.
         self._enable_pdl, self._lse_mode, self._uses_profiler = enable_pdl, lse_mode, use_profiler
 
     begin_forward = plan
