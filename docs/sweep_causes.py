@@ -1,4 +1,4 @@
-"""Why a drawn case is behind its best peer, where docs/tried.md names a cause for cases of its kind."""
+"""Causes of drawn cases that take longer than their best peer, if docs/tried.md names one for cases of their kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stream plans each group of vLLM's layers, and who waits for it, without a card."""
+"""The stream that plans each group of vLLM's layers, and the streams that wait for it, without a card."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class MaxLogits:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            raise AttributeError(name)  # which copies and inspections of objects ask for
+            raise AttributeError(name)  # copies and inspections of objects look such names up
         raise CapabilityError(_NO_MAXIMUM)
 
     def _refused(self, *_: Any) -> NoReturn:

@@ -1,5 +1,5 @@
-"""The class of the one name that vLLM has for a plugin's backend, CUSTOM: vLLM asks for it whenever it chooses the
-backend of a layer, and the model's configuration says whether its layers have latent rows (MLA)."""
+"""The class behind CUSTOM, vLLM's one name for a plugin's backend. vLLM looks it up whenever it chooses the backend of
+a layer, and the model's configuration says whether its layers have latent rows (MLA)."""
 
 from __future__ import annotations
 
