@@ -26,8 +26,8 @@ class PlanStreams:
 
     @classmethod
     def of(cls, config: Any, device: torch.device) -> PlanStreams | None:
-        """The streams of vLLM's configuration; None: groups may be planned without the last one (drafts, and steps that vLLM
-        cuts in two), or not on a card."""
+        """The streams of vLLM's configuration; None: groups may be planned without the last one (drafts, and steps that
+        vLLM cuts in two), or not on a card."""
         if device.type != "cuda" or config.speculative_config is not None or config.parallel_config.use_ubatching:
             return None
         return cls._of_engines.setdefault(id(config), cls())
