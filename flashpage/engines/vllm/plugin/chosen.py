@@ -1,5 +1,5 @@
-"""The class that CUSTOM names, vLLM's one name for a plugin's backend. vLLM looks it up whenever it chooses the backend of
-a layer, and the model's configuration says whether its layers have latent rows (MLA)."""
+"""The class that CUSTOM names, vLLM's one name for a plugin's backend. vLLM looks it up whenever it chooses a layer's
+backend, and the model's configuration says whether its layers have latent rows (MLA)."""
 
 from __future__ import annotations
 
