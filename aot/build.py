@@ -30,7 +30,8 @@ Kernel = tuple[KernelSpec, Target]
 
 
 def listed(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
-    """The list's specs for these targets, as (target, spec) pairs; targets without a spec contribute none."""
+    """The list's specs for these targets, as (spec, target) pairs. ValueError for a CUDA target of no
+    card of the table."""
     of_cuda = specs.default_cuda_specs if default_only else specs.cuda_specs
     return [
         (spec, target)

@@ -33,11 +33,12 @@ class Ahead:
     kv_source: str = ""  # latent or selected; empty: by the page size
     latent_format: str = latent_formats.PLAIN
     kv_format: str = kv_formats.PLAIN  # of K and V
-    is_default: bool = True  # used by most models; CI also compiles these with NVRTC
+    kv_heads: int = 8
+    is_default: bool = True  # used by most models: `--default-only` builds these
 
     @property
     def problem(self) -> Problem:
-        kv_heads = 1 if self.kv_source else 8
+        kv_heads = 1 if self.kv_source else self.kv_heads
         return Problem(
             Options(
                 kv_source=self.kv_source or ("paged" if self.page_size else "ragged"),

@@ -1,7 +1,8 @@
 """Few packed rows of each request on Hopper and Blackwell (decode, speculative verify, short appends), bound by memory
 bandwidth: one CTA an SM, four warps that load and eight that compute, and a ring that keeps enough bytes in flight.
 
-It was never run on Blackwell. Cards with 99 KiB of shared memory have half as many teams of warps and shorter slots.
+It was never run on Blackwell. Cards with 99 KiB of shared memory have slots of 16 tokens, and teams of one, two or four
+warps for up to 64, 128 or 256 value columns.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
 from .work import InnerLoop, Work
 
 MOST_PACKED_ROWS = 64
+_ARCHS = (90, 100, 103, 120, 121)
 _LOADING_WARPS = 4  # DecodeWarps::loading of the header
 _MOST_STAGES = 64  # the header uses as many as fit the ring
 _FORMAT_ROWS_STAGES = 16  # with more, page numbers of a round take too many registers
@@ -35,10 +37,19 @@ _HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measur
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
 
+def _is_built(work: Work) -> str | None:
+    """Refuses cards that have what it needs, but a target for which it was never compiled."""
+    card = work.card
+    if "bulk copies" not in card.abilities or card.sm in _ARCHS:
+        return None
+    return f"it was not built for compute capability {card.sm // 10}.{card.sm % 10}"
+
+
 def _loader(options: Options) -> str:
     """Boxes where pages have them. The copy engine requests each line of 128 bytes that a row touches. Rows that do not
-    fill their lines touch more of them and arrive earlier one by one, except where conversion takes longer, or where no
-    other KV head follows in the line (docs/tried.md)."""
+    fill their lines touch more of them and arrive earlier one by one (docs/tried.md). In fp8 that holds for rows
+    shorter than a line, as conversion takes longer than loading for others; in 16 bits for several KV heads, whose rows
+    follow each other in a line. Formats were not measured."""
     found = boxes_or_rows(options)
     if options.has_formats or not any(size > NARROW_LINE_BYTES and size % LINE_BYTES for size in options.row_bytes):
         return found
@@ -248,6 +259,7 @@ _AHEAD = (
         Ahead(BF16, BF16, (128, 128), 64, has_mask=True),
         *(Ahead(BF16, BF16, (128, 128), rows, rotates=True) for rows in (16, 32, 64)),
         *(Ahead(BF16, BF16, (d, d), 16) for d in (80, 96, 512)),
+        *(Ahead(BF16, BF16, (d, d), 16, kv_heads=1) for d in (80, 96)),
         Ahead(BF16, BF16, (512, 512), 64),
         *(Ahead(BF16, BF16, (192, 128), rows) for rows in (16, 64)),
         *(
@@ -269,10 +281,11 @@ KERNEL = AttentionKernel(
     header="flashpage/kernels/decode_sm90/kernel.h",
     cpp="DecodeSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
-    archs=(90, 100, 103, 120, 121),
+    archs=_ARCHS,
     most_packed_rows=MOST_PACKED_ROWS,
     accepts=(
         ability("bulk copies"),
+        _is_built,
         no_latent_rows,
         _formats,
         *dtypes(q=HALF + FP8, out=HALF),

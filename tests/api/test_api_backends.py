@@ -100,7 +100,10 @@ def test_four_warps_turn_as_many_rows_of_a_tile(dims: tuple[int, int], has_mask:
         ({"page_size": 1}, "rows"),
         ({"page_size": 12}, "rows"),
         ({"kv_source": "ragged", "page_size": 0}, "boxes"),
-        ({"head_dim_vo": 72}, "boxes"),
+        ({"head_dim_vo": 72}, "rows"),  # its lines are not filled
+        ({"head_dim_qk": 96, "head_dim_vo": 96, "kv_dtype": DType.FLOAT8_E4M3}, "rows"),
+        ({"head_dim_qk": 160, "kv_dtype": DType.FLOAT8_E4M3}, "boxes"),
+        ({"head_dim_qk": 80, "num_q_heads": 4, "num_kv_heads": 1}, "boxes"),
         ({"head_dim_vo": 72, "kv_dtype": DType.FLOAT8_E4M3}, "rows"),
         ({"head_dim_qk": 24, "kv_dtype": DType.FLOAT8_E5M2}, "rows"),
     ],

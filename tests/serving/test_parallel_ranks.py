@@ -137,7 +137,7 @@ def test_spawned_processes_have_the_drop_in(tmp_path: Path) -> None:
     guide = (ROOT / "docs" / "guides" / "engines.md").read_text()
     launcher = re.search(r"^(import runpy.*?)```", guide, re.DOTALL | re.MULTILINE)
     assert launcher, "the guide has no launch script"
-    (tmp_path / "launch.py").write_text(launcher[1].replace("sglang.launch_server", "engine"))
+    (tmp_path / "launch.py").write_text(launcher[1].replace("my_engine", "engine"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
     done = subprocess.run(
         [sys.executable, "launch.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS

@@ -67,7 +67,7 @@ def _selected_rows() -> list[Case]:
 
 
 def _flashinfer_rows() -> list[Case]:
-    """Batches of FlashInfer's own tests (tests/attention/test_deepseek_mla.py), the long ones shortened."""
+    """Batches of FlashInfer's own tests of DeepSeek's MLA, the long ones shortened."""
     fp16: dict[str, Any] = {"q_dtype": "float16"}
     tokens: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "row_format": "tokens", "head_dim": 512}
     numbers: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "row_format": "numbers", "page_size": 64}
