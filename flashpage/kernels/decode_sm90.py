@@ -29,20 +29,11 @@ from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
 from .work import InnerLoop, Work
 
 MOST_PACKED_ROWS = 64
-_ARCHS = (90, 100, 103, 120, 121)
 _LOADING_WARPS = 4  # DecodeWarps::loading of the header
 _MOST_STAGES = 64  # the header uses as many as fit the ring
 _FORMAT_ROWS_STAGES = 16  # with more, page numbers of a round take too many registers
 _HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measured
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
-
-
-def _is_built(work: Work) -> str | None:
-    """Refuses cards that have what it needs, but a target for which it was never compiled."""
-    card = work.card
-    if "bulk copies" not in card.abilities or card.sm in _ARCHS:
-        return None
-    return f"it was not built for compute capability {card.sm // 10}.{card.sm % 10}"
 
 
 def _loader(options: Options) -> str:
@@ -281,11 +272,10 @@ KERNEL = AttentionKernel(
     header="flashpage/kernels/decode_sm90/kernel.h",
     cpp="DecodeSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
-    archs=_ARCHS,
+    archs=(90, 100, 103, 120, 121),
     most_packed_rows=MOST_PACKED_ROWS,
     accepts=(
         ability("bulk copies"),
-        _is_built,
         no_latent_rows,
         _formats,
         *dtypes(q=HALF + FP8, out=HALF),

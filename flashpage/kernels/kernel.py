@@ -88,7 +88,10 @@ class AttentionKernel(Kernel):
                 f"a request and KV head have {work.packed_rows} packed rows (query rows x query heads), "
                 f"it takes {self.most_packed_rows}"
             )
-        return found + [reason for rule in self.accepts if (reason := rule(work)) is not None]
+        found += [reason for rule in self.accepts if (reason := rule(work)) is not None]
+        if not found and self.archs and work.card.sm not in self.archs:
+            found.append(f"it is not built for compute capability {_sm_name(work.card.sm)}")
+        return found
 
     def spec(self, work: Work) -> KernelSpec:
         """The spec to compile for the work, with the usual tile."""

@@ -299,3 +299,9 @@ def test_who_merges_in_its_launch_is_given_no_merge(merges_in_launch: bool, monk
     structs = wrapper._attention._local.bound
     assert structs.combination.parts[0].num_merges > 0
     assert structs.args.count == (1 if merges_in_launch else 2)
+
+
+def test_a_capability_that_a_kernel_is_not_built_for_gets_another_kernel() -> None:
+    """A later card may have all that a kernel needs, but no target for which it was compiled."""
+    card = dataclasses.replace(devices.named("B200"), sm=130)
+    assert any("not built for compute capability 13.0" in why for why in DECODE_SM90.refusals(Work(problem(1), card)))
