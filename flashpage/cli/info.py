@@ -62,30 +62,33 @@ def devices() -> list[tuple[str, str]]:
         what = f"{info.name.decode()}, sm_{info.sm}, {info.num_sms} SMs, {info.memory_bytes / 2**30:.0f} GiB"
         rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}"))
         rows.append(("", _rates(card)))
-        if targets.cuda_target(index).arch == targets.PTX:
-            named = targets.Target("cuda", info.sm).name
+        own, used = targets.Target("cuda", info.sm), targets.cuda_target(index)
+        if own != used:
+            kind = "PTX" if used.arch == targets.PTX else "kernels"
             rows.append(
-                ("", f"the compiler below does not know {named}: kernels are {targets.PTX} PTX, as for an A100")
+                ("", f"no compiler here knows {own.name} and none is built: {kind} of {used.name} serve, as on an A100")
             )
-        rows += _planned_as(card)
+        rows += _planned_as(index)
     return rows if len(rows) > 1 else [*rows, ("cuda", "no device")]
 
 
-def _planned_as(card: Device) -> list[tuple[str, str]]:
+def _planned_as(index: int) -> list[tuple[str, str]]:
     """The row of the table of cards that FLASHPAGE_CARD names, if it is set."""
+    import torch
+
     from ..kernels import devices as cards
 
-    if not (name := env.get("FLASHPAGE_CARD")):
+    if not env.get("FLASHPAGE_CARD"):
         return []
     try:
-        return [("", f"planned as {_rates(cards.as_card(name, card))} (FLASHPAGE_CARD)")]
+        return [("", f"planned as {_rates(cards.of(torch.device('cuda', index)))} (FLASHPAGE_CARD)")]
     except FlashpageError as error:
         return [("", str(error))]
 
 
 def _rates(card: Device) -> str:
     """The rates from which costs are computed, with their source, and the abilities that not every card has."""
-    row = "rates estimated from its clocks (no row of the table of cards names it)" if card.is_estimated else card.name
+    row = "rates estimated (no row of the table of cards names it)" if card.is_estimated else card.name
     return ", ".join((f"{row}: {card.gbps:.0f} GB/s", f"{card.tflops:.0f} TFLOP/s", *card.abilities))
 
 

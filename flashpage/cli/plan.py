@@ -88,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _card(arguments: argparse.Namespace) -> Device | None:
     """The card to plan for; None: the CPU."""
+    import torch
+
     from ..base.errors import PlanError
     from ..kernels import devices
 
@@ -100,7 +102,7 @@ def _card(arguments: argparse.Namespace) -> Device | None:
             raise values.ArgumentError(f"--card: {error}") from None
     if arguments.backend == "cpu" or not (arguments.backend or _has_card()):
         return None
-    return devices.of_index(0) if _has_card() else devices.H200
+    return devices.of(torch.device("cuda", 0)) if _has_card() else devices.H200
 
 
 def _has_card() -> bool:

@@ -47,7 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(report: Report) -> None:
-    rates = f"torch reads {report.read_gbps:.1f} GB/s and multiplies at {report.matmul_tflops:.3g} TFLOP/s here"
+    read, multiplied = report.read_gbps, report.matmul_tflops
+    rates = f"torch reads {read or 0:.1f} GB/s and multiplies at {multiplied or 0:.3g} TFLOP/s here"
+    if read is None or multiplied is None:
+        rates = "torch's own rates could not be measured here"
     width = max(len(result.name) for result in report.results)
     for result in report.results:
         print(f"{result.name:<{width}}  {_outcome(result)}")
@@ -57,9 +60,12 @@ def _print(report: Report) -> None:
 def _outcome(result: Result) -> str:
     if result.failure:
         return f"FAILED: {result.failure}"
+    if result.skipped:
+        return f"not run: {result.skipped}"
     if result.rate is not None and result.share is not None:
         slow = "  SLOW" if result.is_slow else ""
         of_what = "read" if result.unit == "GB/s" else "matmul"
         return f"{result.rate:8.3g} {result.unit}, {100 * result.share:.0f}% of the {of_what} rate{slow}"
     verdict = "right" if result.is_right else "WRONG"
-    return f"{verdict}: error {result.error:.1e} (at most 1e-02), LSE {result.lse_error:.1e} (at most 2e-02)"
+    error = f"error {result.error:.1e} (at most {result.most_error:.0e})"
+    return f"{verdict}: {error}, LSE {result.lse_error:.1e} (at most 2e-02)"

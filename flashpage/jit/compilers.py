@@ -20,6 +20,7 @@ from . import files
 from .targets import CPU_LEVELS, PTX, Target
 
 _NVRTC_SCRIPT = Path(__file__).with_name("nvrtc.py")
+_FIRST_CHECKED = 100  # every toolkit that compiles C++20 for cards knows the older ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,13 @@ class Compiler:
         if self.name == "nvrtc":
             return os.path.basename(os.path.realpath(self.program[-1]))
         return _version(self.program)
+
+    def knows(self, target: Target) -> bool:
+        """Whether it compiles for the target. One that does not say is taken to."""
+        if not isinstance(target.arch, int) or target.arch < _FIRST_CHECKED:
+            return True
+        known = known_cards(self)
+        return not known or target.arch in known
 
     def command(self, source: Path, binary: Path, target: Target, include: Sequence[Path] = ()) -> list[str]:
         """Compiles `source` for `target` into `binary`, with headers of `include` (default: the package's). Errors and
@@ -76,6 +84,14 @@ def _version(program: tuple[str, ...]) -> str:
     return release[0] if release else text.partition("\n")[0]
 
 
+@functools.cache
+def known_cards(compiler: Compiler) -> frozenset[int]:
+    """The compute capabilities, times ten, for which it makes cubins; empty if it does not say."""
+    option = "--list-gpu-code" if compiler.name == "nvcc" else "--list"
+    done = subprocess.run([*compiler.program, option], capture_output=True, text=True, check=False)
+    return frozenset(int(sm) for sm in re.findall(r"\bsm_(\d+)", done.stdout))
+
+
 def fixed_flags(target: Target) -> dict[str, list[str]]:
     """The flags of every compiler that may build for a target, found here or not: a part of a kernel's key."""
     names = ("g++",) if target.backend == "cpu" else ("nvcc", "nvrtc")
@@ -83,8 +99,22 @@ def fixed_flags(target: Target) -> dict[str, list[str]]:
 
 
 def find_compiler(target: Target) -> Compiler | None:
-    """The compiler for a target, None where this machine has none. FLASHPAGE_CXX and FLASHPAGE_NVCC choose."""
-    return find_cxx() if target.backend == "cpu" else find_nvcc() or find_nvrtc()
+    """The first compiler that knows the target, None where this machine has none. FLASHPAGE_CXX and FLASHPAGE_NVCC
+    choose."""
+    if target.backend == "cpu":
+        return find_cxx()
+    return next((found for find in (find_nvcc, find_nvrtc) if (found := find()) and found.knows(target)), None)
+
+
+def may_compile(target: Target) -> bool:
+    """Whether a kernel that is not built is compiled here. A variable that names no compiler counts as one: the compile
+    reports it."""
+    if env.is_off("FLASHPAGE_JIT"):
+        return False
+    try:
+        return find_compiler(target) is not None
+    except CompileError:
+        return True
 
 
 def looked_for(target: Target) -> str:
@@ -96,7 +126,9 @@ def looked_for(target: Target) -> str:
         if env.nvcc() is None
         else "nvcc, on PATH or in /usr/local/cuda, with g++"
     )
-    return f"{nvcc}, and NVRTC (libnvrtc.so of the package nvidia-cuda-nvrtc or of a CUDA toolkit)"
+    found = [f"{compiler.name} is {compiler.version}" for find in (find_nvcc, find_nvrtc) if (compiler := find())]
+    too_old = f"; {' and '.join(found)}, which does not know {target.name}" if found else ""
+    return f"{nvcc}, and NVRTC (libnvrtc.so of the package nvidia-cuda-nvrtc or of a CUDA toolkit){too_old}"
 
 
 def find_cxx() -> Compiler | None:

@@ -18,6 +18,7 @@ from ..kernels.spec import KernelSpec
 from . import driver, files, manifest
 from .build import build_kernels, obtain
 from .cache import Entry, Store, aot_store, jit_store
+from .compilers import may_compile
 from .job import missing_error
 from .targets import Target, runnable
 
@@ -134,9 +135,11 @@ def _find(spec: KernelSpec, index: int | None) -> LoadedKernel:
 
 def _built(spec: KernelSpec, index: int | None) -> Iterator[Entry]:
     """Builds that this device can run, in the order in which they are tried: first those that are found without
-    rendering."""
+    rendering. The cache has kernels for lesser targets, too, if another machine filled it: they serve where the best
+    one cannot be compiled."""
     targets = runnable(index)
-    places = [(aot_store(), target) for target in targets] + [(jit_store(), targets[0])]
+    cached = targets[:1] if may_compile(targets[0]) else targets
+    places = [(aot_store(), target) for target in targets] + [(jit_store(), target) for target in cached]
     yielded = set()
     for look_up in (Store.recall, Store.find):
         for store, target in places:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .. import kernels, native
 from ..base.errors import DeviceError
 from ..kernels import devices
-from ..kernels.devices import ACCELERATED, PTX_SM
+from ..kernels.devices import PTX_SM
 
 if TYPE_CHECKING:
     from ..kernels.spec import KernelSpec
@@ -43,7 +43,12 @@ class Target:
         """avx512, sm_80, sm_90a, compute_80: part of the cache key, shown to the user, and what compilers call it."""
         if isinstance(self.arch, str):
             return self.arch
-        return f"sm_{self.arch}{'a' if self.arch in ACCELERATED else ''}"
+        return f"sm_{self.arch}{'a' if self.is_accelerated else ''}"
+
+    @property
+    def is_accelerated(self) -> bool:
+        """Whether no other card runs its kernels."""
+        return self.arch in devices.CAPABILITIES and devices.CAPABILITIES[int(self.arch)].is_accelerated
 
     @property
     def binary(self) -> str:
@@ -80,9 +85,11 @@ def host_target() -> Target:
 
 @functools.cache
 def cuda_target(device_index: int) -> Target:
-    """The target of a CUDA device, PTX if its own cannot be had; makes no context."""
+    """The target of a CUDA device; if its own cannot be had, sm_80 where that runs, else PTX. Makes no context."""
     sm = device_info(device_index).sm
-    return Target("cuda", sm if devices.has_own_target(sm) else PTX)
+    if devices.has_own_target(sm):
+        return Target("cuda", sm)
+    return Target("cuda", PTX_SM if sm // 10 == PTX_SM // 10 else PTX)
 
 
 def device_info(device_index: int) -> native.DeviceInfo:
@@ -101,7 +108,7 @@ def runnable(device_index: int | None) -> tuple[Target, ...]:
             return (own,)
         # A cubin runs on later minor versions of its architecture, unless it is an accelerated one.
         same_major = [Target("cuda", sm) for sm in range(own.arch - 1, own.arch // 10 * 10 - 1, -1)]
-        return (own, *(t for t in same_major if t.arch not in ACCELERATED), Target("cuda", PTX))
+        return (own, *(t for t in same_major if not t.is_accelerated), Target("cuda", PTX))
     found = cpu_features()
     levels = [level for level, needs in CPU_LEVELS.items() if found.issuperset(needs)]
     if not levels:

@@ -45,8 +45,13 @@ class Device:
 
     @functools.cached_property
     def abilities(self) -> tuple[str, ...]:
-        """Its words of ABILITIES: empty for an A100."""
-        return tuple(name for name, (least, most) in ABILITIES.items() if least <= self.sm <= most)
+        """Words of ABILITIES: empty for an A100."""
+        return capability_of(self.sm).abilities
+
+    @property
+    def widens_fp8(self) -> bool:
+        """Whether mma.sync computes products of fp8 factors as products of fp16."""
+        return capability_of(self.sm).widens_fp8
 
     @property
     def sm_bytes_per_ns(self) -> float:
@@ -84,39 +89,48 @@ class Device:
         return h200_ns * H200.sm_flops_per_ns / self.sm_flops_per_ns
 
 
-# Abilities that not every card has: the least and the largest compute capability.
-ABILITIES = {
-    "fp8 mma": (89, 999),
-    "clusters": (90, 999),
-    "bulk copies": (90, 999),
-    "PDL": (90, 999),  # programmatic dependent launch
-    "wgmma": (90, 90),
+# Abilities that not every card has.
+_BULK = ("fp8 mma", "clusters", "bulk copies", "PDL")  # PDL: programmatic dependent launch
+ABILITIES = (*_BULK, "wgmma")
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """What all cards of a compute capability have in common."""
+
+    shared_kib: int  # most shared memory of a CTA; an SM has 1 KiB more
+    flops_per_clock: int  # of an SM: dense 16-bit products with fp32 sums. GeForce cards with 99 KiB: half of it
+    abilities: tuple[str, ...] = ()
+    widens_fp8: bool = False
+    is_accelerated: bool = False  # kernels use instructions of its own target (sm_90a), such as wgmma and setmaxnreg
+
+
+CAPABILITIES = {
+    80: Capability(163, 2048),
+    86: Capability(99, 1024),
+    87: Capability(163, 1024),
+    89: Capability(99, 1024, _BULK[:1]),
+    90: Capability(227, 4096, ABILITIES, widens_fp8=True, is_accelerated=True),
+    100: Capability(227, 8192, _BULK, widens_fp8=True, is_accelerated=True),
+    103: Capability(227, 8192, _BULK, widens_fp8=True, is_accelerated=True),
+    120: Capability(99, 1024, _BULK, is_accelerated=True),
+    121: Capability(99, 512, _BULK, is_accelerated=True),
 }
-# Kernels of these compute capabilities use instructions of their own targets (sm_90a), such as wgmma and setmaxnreg.
-ACCELERATED = (90, 100, 103, 120, 121)
 PTX_SM = 80  # of PTX, which runs on every later card
 
 # Whether kernels can be had for a compute capability's own target. flashpage.jit, which knows the compilers, sets it.
 has_own_target: Callable[[int], bool] = lambda sm: True
 
 
+def capability_of(sm: int) -> Capability:
+    """The row of a compute capability; one that is not known counts as the newest known one before it."""
+    return CAPABILITIES[max((known for known in CAPABILITIES if known <= sm), default=PTX_SM)]
+
+
 def _card(name: str, sm: int, sms: int, l2_mib: float, gbps: float, tflops: float) -> Device:
-    cta, whole = _SHARED_KIB[sm]
-    return Device(name, sm, sms, cta * _KIB, whole * _KIB, int(l2_mib * _MIB), gbps, tflops)
+    shared = CAPABILITIES[sm].shared_kib * _KIB
+    return Device(name, sm, sms, shared, shared + _KIB, int(l2_mib * _MIB), gbps, tflops)
 
-
-# Compute capability: KiB of shared memory of a CTA and of an SM.
-_SHARED_KIB = {
-    80: (163, 164),
-    86: (99, 100),
-    87: (163, 164),
-    89: (99, 100),
-    90: (227, 228),
-    100: (227, 228),
-    103: (227, 228),
-    120: (99, 100),
-    121: (99, 100),
-}
 
 H200 = _card("H200", 90, 132, 50, 4554, 989)  # 4,800 GB/s by its datasheet; bulk copies read 4,550
 
@@ -140,15 +154,11 @@ CARDS = (
     _card("L40S", 89, 142, 96, 820, 362),
     _card("RTX 4090", 89, 128, 72, 957, 165),
     _card("RTX 5090", 120, 170, 96, 1702, 209),
-    _card("RTX PRO 6000", 120, 188, 128, 1702, 252),
+    _card("RTX PRO 6000", 120, 188, 128, 1702, 504),
     _card("GB10", 121, 48, 24, 259, 62),  # DGX Spark
 )
 
 CPU = Device("CPU", 0, 1, 0, 0, 0, gbps=45.54, tflops=9.89)  # its kernel has costs of its own
-
-# Floating-point operations of an SM in a clock: dense 16-bit products with fp32 sums. A capability that is missing here
-# counts as 12.0.
-_FLOPS_PER_CLOCK = {80: 2048, 86: 512, 87: 1024, 89: 512, 90: 4096, 100: 8192, 103: 8192, 120: 512, 121: 512}
 
 
 def named(name: str) -> Device:
@@ -178,7 +188,8 @@ def of(device: torch.device) -> Device:
 
 
 def as_card(name: str, own: Device) -> Device:
-    """The row that FLASHPAGE_CARD names, in place of the card `own`; SettingError if `own` cannot run its kernels."""
+    """The row that FLASHPAGE_CARD names, in place of the card `own`; SettingError if `own` cannot run its kernels. The
+    row may have more SMs: no kernel waits for a CTA outside its cluster, so that CTAs without room start later."""
     try:
         card = named(name)
     except PlanError:
@@ -199,24 +210,27 @@ def of_index(index: int) -> Device:
 
 
 def from_driver(info: native.DeviceInfo) -> Device:
-    row = row_of(info.name.decode())
+    name = info.name.decode()
+    row = row_of(name)
     known = {
         "sms": info.num_sms,
         "shared_bytes": info.shared_bytes_per_cta,
         "sm_shared_bytes": info.shared_bytes_per_sm,
         "l2_bytes": info.l2_bytes,
     }
-    if row is None or row.sm != info.sm:
-        flops = _FLOPS_PER_CLOCK.get(info.sm, _FLOPS_PER_CLOCK[120])
-        return Device(
-            name=info.name.decode(),
-            sm=info.sm,
-            gbps=max(1.0, 0.95 * 2 * info.memory_khz * info.memory_bus_bits / 8e6),
-            tflops=max(1.0, flops * info.num_sms * info.clock_khz / 1e9),
-            is_estimated=True,
-            **known,
-        )
-    return dataclasses.replace(row.part(info.num_sms), **known)
+    if row is not None and row.sm == info.sm:
+        return dataclasses.replace(row.part(info.num_sms), **known)
+    is_half = "GEFORCE" in name.upper() and info.sm in (86, 89, 120)
+    flops = capability_of(info.sm).flops_per_clock / (2 if is_half else 1)
+    like = _nearest(info.sm)  # for a driver that does not tell clocks
+    gbps = 0.95 * 2 * info.memory_khz * info.memory_bus_bits / 8e6 or like.sm_bytes_per_ns * info.num_sms
+    tflops = flops * info.num_sms * info.clock_khz / 1e9 or like.sm_flops_per_ns * info.num_sms / 1e3
+    return Device(name, info.sm, gbps=gbps, tflops=tflops, is_estimated=True, **known)
+
+
+def _nearest(sm: int) -> Device:
+    """The row with the nearest compute capability."""
+    return min(CARDS, key=lambda card: abs(card.sm - sm))
 
 
 def row_of(driver_name: str) -> Device | None:

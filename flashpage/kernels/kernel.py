@@ -13,7 +13,7 @@ from ..base.errors import CompileError
 from . import kv_formats, latent_formats
 from .ahead import Ahead
 from .context_classes import ContextClass
-from .devices import ABILITIES, Device
+from .devices import CAPABILITIES, Device
 from .options import Options
 from .spec import KernelSpec
 from .tensor_maps import LINE_BYTES
@@ -133,7 +133,7 @@ def ability(name: str) -> Rule:
     def rule(work: Work) -> str | None:
         if name in work.card.abilities:
             return None
-        least = _sm_name(ABILITIES[name][0])
+        least = _sm_name(min(sm for sm, row in CAPABILITIES.items() if name in row.abilities))
         return f"it needs {name} (compute capability {least} on), this card has {_sm_name(work.card.sm)}"
 
     return rule

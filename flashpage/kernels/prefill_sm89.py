@@ -23,12 +23,10 @@ from .tile import Cost, Tile
 from .work import InnerLoop, Work
 
 FEWEST_ROWS = 65  # packed: decode kernels take fewer
-# Compute capabilities with mma.sync of fp8 factors in hardware: for 9.0 and 10.x ptxas widens the factors to fp16.
-NATIVE = (89, 120, 121)
 
 
-def _has_native_products(work: Work) -> str | None:
-    return None if work.card.sm in NATIVE else "this card's mma.sync widens fp8 factors to fp16"
+def _no_widened_products(work: Work) -> str | None:
+    return "this card's mma.sync widens fp8 factors to fp16" if work.card.widens_fp8 else None
 
 
 def _many_rows(work: Work) -> str | None:
@@ -48,7 +46,7 @@ def _no_mask_bits(work: Work) -> str | None:
 
 _ACCEPTS: tuple[Rule, ...] = (
     ability("fp8 mma"),
-    _has_native_products,
+    _no_widened_products,
     _many_rows,
     no_latent_rows,
     no_kv_formats,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..decode import BatchDecodeWithPagedKVCacheWrapper
 from ..mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from ..prefill import BatchPrefillWithPagedKVCacheWrapper
 
+Run = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of q and the cache: output and LSEs
 PAGE_SIZE = 16
 WORKSPACE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
@@ -28,6 +30,7 @@ class Layer:
     window_left: int = -1
     soft_cap: float = 0.0
     has_sinks: bool = False
+    q_dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     tail: int = 0
 
@@ -35,11 +38,18 @@ class Layer:
     def sm_scale(self) -> float:
         return (self.head_dim + self.tail) ** -0.5
 
+    @property
+    def most_error(self) -> float:
+        """Of the output, relative to the reference's norm. Results have bf16; weights of fp8 products have e4m3."""
+        return 1e-2 if self.q_dtype is torch.bfloat16 else 6e-2
+
 
 LAYERS = (
     Layer("Llama 3 8B", 32, 8, 128),
     Layer("Llama 3.2 1B", 32, 8, 64),
     Layer("Llama 3 8B, fp8 cache", 32, 8, 128, kv_dtype=torch.float8_e4m3fn),
+    Layer("Llama 3 8B, all fp8", 32, 8, 128, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn),
+    Layer("Phi-3 mini, fp8 cache", 32, 32, 96, kv_dtype=torch.float8_e4m3fn),
     Layer("Gemma 2 9B", 16, 8, 256, soft_cap=50.0),
     Layer("Gemma 3 4B, window", 8, 4, 256, window_left=1023),
     Layer("gpt-oss 20B, window", 64, 8, 64, window_left=127, has_sinks=True),
@@ -55,38 +65,45 @@ class Batch:
     kind: str  # decode | prefill
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
+    name: str = ""  # instead of the kind
 
 
+LONG = Batch("decode", (1, 1), (9000, 5), "long decode")  # cut into pieces that are merged
 DECODE = Batch("decode", (1, 1, 1, 1), (1300, 17, 300, 1))
 PREFILL = Batch("prefill", (200, 33, 1, 129), (200, 300, 65, 900))
 
 
 class Case:
-    """One layer over one batch on a device: its tensors, its plan and its run."""
+    """One layer over one batch on a device. Its tensors are made for each use, so that one case at a time has them."""
 
     def __init__(self, layer: Layer, batch: Batch, device: torch.device) -> None:
         self.layer, self.batch, self.device = layer, batch, device
-        make = torch.Generator().manual_seed(0)
         pages = [-(-n // PAGE_SIZE) for n in batch.tokens]
         self.q_indptr, self.indptr = _indptr(batch.rows), _indptr(pages)
-        self.indices = torch.randperm(sum(pages), generator=make).int()
+        self.indices = torch.randperm(sum(pages), generator=_numbers()).int()
+        self.sinks = torch.randn(layer.num_q_heads, generator=_numbers()) if layer.has_sinks else None
         columns = layer.head_dim + layer.tail
-        self.q = torch.randn(sum(batch.rows), layer.num_q_heads, columns, generator=make).bfloat16()
         heads = (1,) if layer.tail else (2, layer.num_kv_heads)  # latent rows are keys and values
-        shape = (sum(pages), *heads[:1], PAGE_SIZE, *heads[1:], columns)
-        # Random numbers of a large cache would take long: the same 4 MiB of them are repeated.
-        some = torch.randn(min(1 << 20, _count(shape)), generator=make).bfloat16().to(layer.kv_dtype)
-        self.cache = some.repeat(-(-_count(shape) // len(some)))[: _count(shape)].view(shape)
-        self.sinks = torch.randn(layer.num_q_heads, generator=make) if layer.has_sinks else None
+        self._q_shape = (sum(batch.rows), layer.num_q_heads, columns)
+        self._cache_shape = (sum(pages), *heads[:1], PAGE_SIZE, *heads[1:], columns)
 
     @property
     def name(self) -> str:
-        return f"{self.layer.model}, {self.batch.kind}"
+        return f"{self.layer.model}, {self.batch.name or self.batch.kind}"
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """q and the cache, on the CPU."""
+        make, count = _numbers(), math.prod(self._cache_shape)
+        q = torch.randn(self._q_shape, generator=make).bfloat16().to(self.layer.q_dtype)
+        # Random numbers of a large cache would take long: the same 4 MiB of them are repeated.
+        some = torch.randn(min(1 << 20, count), generator=make).bfloat16().to(self.layer.kv_dtype)
+        return q, some.repeat(-(-count // len(some)))[:count].view(self._cache_shape)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values that a decode reads."""
-        return sum(self.batch.tokens) * self.cache[0].numel() // PAGE_SIZE * self.cache.element_size()
+        of_page = math.prod(self._cache_shape[1:]) * self.layer.kv_dtype.itemsize
+        return sum(self.batch.tokens) * of_page // PAGE_SIZE
 
     @property
     def flops(self) -> float:
@@ -95,17 +112,15 @@ class Case:
         pairs = sum(rows * (tokens - (rows - 1) / 2) for rows, tokens in lengths)
         return 4 * pairs * self.layer.num_q_heads * self.layer.head_dim
 
-    def plan(self) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Compiles or finds the kernels and plans; returns the run, which gives output and LSEs."""
-        layer, device = self.layer, self.device
-        workspace = torch.empty(WORKSPACE_BYTES[device.type], dtype=torch.uint8, device=device)
-        q, cache, indices = self.q.to(device), self.cache.to(device), self.indices.to(device)
+    def plan(self, workspace: Tensor) -> Run:
+        """Compiles or finds the kernels and plans; returns the run."""
+        layer, indices = self.layer, self.indices.to(self.device)
         if layer.tail:
-            return self._plan_latent(workspace, q, cache[:, 0], indices)
+            return self._plan_latent(workspace, indices)
         last = torch.tensor([(n - 1) % PAGE_SIZE + 1 for n in self.batch.tokens], dtype=torch.int32)
         heads = (layer.num_q_heads, layer.num_kv_heads, layer.head_dim, PAGE_SIZE)
         values: dict[str, Any] = {
-            "q_data_type": torch.bfloat16,
+            "q_data_type": layer.q_dtype,
             "kv_data_type": layer.kv_dtype,
             "window_left": layer.window_left,
             "logits_soft_cap": layer.soft_cap or None,
@@ -118,12 +133,10 @@ class Case:
         else:
             wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace)
             wrapper.plan(self.q_indptr, self.indptr, indices, last, *heads, causal=True, **values)
-        sinks = {} if self.sinks is None else {"sinks": self.sinks.to(device)}
-        return lambda: wrapper.run(q, cache, return_lse=True, **sinks)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks.to(self.device)}
+        return lambda q, cache: wrapper.run(q, cache, return_lse=True, **sinks)
 
-    def _plan_latent(
-        self, workspace: Tensor, q: Tensor, rows: Tensor, indices: Tensor
-    ) -> Callable[[], tuple[Tensor, Tensor]]:
+    def _plan_latent(self, workspace: Tensor, indices: Tensor) -> Run:
         layer = self.layer
         wrapper = BatchMLAPagedAttentionWrapper(workspace)
         metadata = MLAPlanMetadata.csr(self.q_indptr, self.indptr, indices, torch.tensor(self.batch.tokens))
@@ -137,19 +150,24 @@ class Case:
             sm_scale=layer.sm_scale,
             q_data_type=torch.bfloat16,
         )
-        halves = [layer.head_dim, layer.tail]
-        (q_nope, q_pe), (ckv, kpe) = q.split(halves, dim=-1), rows.split(halves, dim=-1)
-        return lambda: wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=True)
 
-    def expected(self) -> tuple[Tensor, Tensor]:
+        def run(q: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+            halves = [layer.head_dim, layer.tail]
+            (q_nope, q_pe), (ckv, kpe) = q.split(halves, dim=-1), cache[:, 0].split(halves, dim=-1)
+            found: tuple[Tensor, Tensor] = wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=True)
+            return found
+
+        return run
+
+    def expected(self, q: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Output and LSEs (base 2) in fp32, by torch on the CPU."""
-        made = [self._expected_of(i) for i in range(len(self.batch.rows))]
+        made = [self._expected_of(i, q, cache) for i in range(len(self.batch.rows))]
         return torch.cat([out for out, _ in made]), torch.cat([lse for _, lse in made])
 
-    def _expected_of(self, i: int) -> tuple[Tensor, Tensor]:
+    def _expected_of(self, i: int, q: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         layer, rows, tokens = self.layer, self.batch.rows[i], self.batch.tokens[i]
-        q = self.q[self.q_indptr[i] : self.q_indptr[i + 1]].float()
-        pages = self.cache[self.indices[self.indptr[i] : self.indptr[i + 1]].long()].float()
+        q = q[self.q_indptr[i] : self.q_indptr[i + 1]].float()
+        pages = cache[self.indices[self.indptr[i] : self.indptr[i + 1]].long()].float()
         k, v = pages[:, 0], pages[:, -1, ..., : layer.head_dim]
         k, v = (x.reshape(-1, layer.num_kv_heads, x.shape[-1])[:tokens] for x in (k, v))
         k, v = (x.repeat_interleave(layer.num_q_heads // layer.num_kv_heads, dim=1) for x in (k, v))
@@ -170,5 +188,5 @@ def _indptr(counts: Any) -> Tensor:
     return torch.tensor([0, *counts]).cumsum(0).int()
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    return int(torch.tensor(shape).prod())
+def _numbers() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

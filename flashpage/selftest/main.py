@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -15,9 +16,8 @@ from torch import Tensor
 from ..base.errors import FlashpageError
 from ..jit.progress import Bar
 from . import rates
-from .cases import DECODE, LAYERS, PREFILL, QUICK, Batch, Case, Layer
+from .cases import DECODE, LAYERS, LONG, PREFILL, QUICK, WORKSPACE_BYTES, Batch, Case, Layer
 
-MOST_ERROR = 1e-2  # of the output, relative to the reference's norm; results have bf16
 MOST_LSE_ERROR = 2e-2
 # The least fraction of torch's read and matmul rate that a kernel has on a machine without other work. Half of what
 # kernels reach where they were measured.
@@ -27,7 +27,6 @@ TIMED = {
     "cuda": (Batch("decode", (1,) * 64, (4096,) * 64), Batch("prefill", (4096,) * 4, (4096,) * 4)),
     "cpu": (Batch("decode", (1,) * 4, (8192,) * 4), Batch("prefill", (512,), (512,))),
 }
-Run = Callable[[], tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +35,10 @@ class Result:
 
     name: str
     error: float | None = None
+    most_error: float = 0.0
     lse_error: float | None = None
     failure: str = ""  # why there is no result
+    skipped: str = ""  # why it was not run
     rate: float | None = None
     unit: str = ""  # GB/s | TFLOP/s
     share: float | None = None
@@ -46,24 +47,24 @@ class Result:
     @property
     def is_right(self) -> bool:
         return not self.failure and (
-            self.error is None or (self.error < MOST_ERROR and (self.lse_error or 0.0) < MOST_LSE_ERROR)
+            self.error is None or (self.error < self.most_error and (self.lse_error or 0.0) < MOST_LSE_ERROR)
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All results of a device, and the rates that torch has there."""
+    """All results of a device, and the rates that torch has there; None: they could not be measured."""
 
     device: str
-    read_gbps: float
-    matmul_tflops: float
+    read_gbps: float | None
+    matmul_tflops: float | None
     seconds: float
     results: tuple[Result, ...]
 
     @property
     def verdict(self) -> str:
         """right | slow | wrong"""
-        if not all(result.is_right for result in self.results):
+        if not all(result.is_right for result in self.results) or all(result.skipped for result in self.results):
             return "wrong"
         return "slow" if any(result.is_slow for result in self.results) else "right"
 
@@ -86,67 +87,83 @@ def run_selftest(device: torch.device, is_quick: bool = False) -> Report:
     timed = [Case(layer, batch, device) for layer in QUICK[: 1 if is_quick else 2] for batch in TIMED[device.type]]
     least_s = 0.2 if is_quick else 1.0
     bar = Bar(2 * len(cases) + len(timed) + 2, "selftest")
-    runs = _planned([*cases, *timed], bar)
+    workspace = torch.empty(WORKSPACE_BYTES[device.type], dtype=torch.uint8, device=device)
+    _compile([*cases, *timed], workspace, bar)
     results = []
-    for case, planned in zip(cases, runs, strict=False):
-        results.append(_checked(case, planned))
+    for case in cases:
+        results.append(_result(case.name, lambda case=case: _checked(case, workspace)))
         bar.advance(case.name, failed=not results[-1].is_right)
-    read_gbps = rates.read_gbps(device, least_s)
-    bar.advance("read rate")
-    matmul_tflops = rates.matmul_tflops(device, least_s)
-    bar.advance("matmul rate")
-    bounds = {"decode": read_gbps, "prefill": matmul_tflops}
-    for case, planned in zip(timed, runs[len(cases) :], strict=True):
-        results.append(_timed(case, planned, bounds[case.batch.kind], least_s))
+    bounds = {}
+    for kind, measure in (("decode", rates.read_gbps), ("prefill", rates.matmul_tflops)):
+        bounds[kind] = _rate(measure, device, least_s)
+        bar.advance(f"rate for {kind}")
+    for case in timed:
+        name = f"{case.name}, {len(case.batch.rows)} x {case.batch.tokens[0]}"
+        bound = bounds[case.batch.kind]
+        results.append(_result(name, lambda case=case, bound=bound: _timed(case, workspace, bound, least_s)))
     bar.close()
-    return Report(str(device), read_gbps, matmul_tflops, time.perf_counter() - start, tuple(results))
+    return Report(str(device), bounds["decode"], bounds["prefill"], time.perf_counter() - start, tuple(results))
 
 
 def _batches(layer: Layer) -> tuple[Batch, ...]:
-    return (DECODE,) if layer.tail else (DECODE, PREFILL)  # latent rows serve decodes
+    if layer.tail:
+        return (DECODE,)  # latent rows serve decodes
+    return (DECODE, LONG, PREFILL) if layer is LAYERS[0] else (DECODE, PREFILL)
 
 
-def _planned(cases: list[Case], bar: Bar) -> list[Run | Exception]:
-    """Plans all cases, several at a time, because most of the time goes to compilers."""
+def _compile(cases: list[Case], workspace: Tensor, bar: Bar) -> None:
+    """Plans all cases, several at a time, as most of the time goes to compilers. They share the workspace, so none can
+    be run; each is planned again later, and what fails fails again."""
 
-    def plan(case: Case) -> Run | Exception:
-        try:
-            return case.plan()
-        except (FlashpageError, RuntimeError) as error:
-            return error
-        finally:
-            bar.advance(f"kernel for {case.name}")
+    def plan(case: Case) -> None:
+        with contextlib.suppress(FlashpageError, RuntimeError):
+            case.plan(workspace)
+        bar.advance(f"kernel for {case.name}")
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(plan, cases))
+        list(pool.map(plan, cases))
 
 
-def _checked(case: Case, run: Run | Exception) -> Result:
-    """Compares a run with the reference."""
+def _result(name: str, measure: Callable[[], Result]) -> Result:
+    """What `measure` returns under this name, or why it failed. Its tensors are freed."""
     try:
-        if isinstance(run, Exception):
-            raise run
-        out, lse = (tensor.float().cpu() for tensor in run())
-    except (FlashpageError, RuntimeError) as failure:
-        return Result(case.name, failure=str(failure))
-    expected, expected_lse = case.expected()
+        return dataclasses.replace(measure(), name=name)
+    except torch.OutOfMemoryError:
+        return Result(name, skipped="the card has too little free memory")
+    except (FlashpageError, RuntimeError) as error:  # after an illegal access all that follows fails, too
+        return Result(name, failure=str(error))
+    finally:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+def _rate(measure: Callable[[torch.device, float], float], device: torch.device, least_s: float) -> float | None:
+    with contextlib.suppress(RuntimeError):
+        return measure(device, least_s)
+    return None
+
+
+def _checked(case: Case, workspace: Tensor) -> Result:
+    """Compares a run with the reference."""
+    q, cache = case.tensors()
+    found = case.plan(workspace)(q.to(case.device), cache.to(case.device))
+    out, lse = (tensor.float().cpu() for tensor in found)
+    expected, expected_lse = case.expected(q, cache)
     error = ((out - expected).norm() / expected.norm()).item()
     lse_error = (lse - expected_lse).abs().max().item()
     if not (error == error and lse_error == lse_error):
         return Result(case.name, failure="the result has NaN")
-    return Result(case.name, error, lse_error)
+    return Result(case.name, error, case.layer.most_error, lse_error)
 
 
-def _timed(case: Case, run: Run | Exception, bound: float, least_s: float) -> Result:
+def _timed(case: Case, workspace: Tensor, bound: float | None, least_s: float) -> Result:
     """The rate of a run: bytes of K and V, or operations, a second."""
-    kind, name = case.batch.kind, f"{case.name}, {len(case.batch.rows)} x {case.batch.tokens[0]}"
-    try:
-        if isinstance(run, Exception):
-            raise run
-        spent = rates.seconds(run, case.device, least_s)
-    except (FlashpageError, RuntimeError) as error:
-        return Result(name, failure=str(error))
+    if bound is None:
+        return Result(case.name, skipped="torch's own rate could not be measured")
+    kind, run = case.batch.kind, case.plan(workspace)
+    q, cache = (tensor.to(case.device) for tensor in case.tensors())
+    spent = rates.seconds(lambda: run(q, cache), case.device, least_s)
     rate = case.kv_bytes / spent * 1e-9 if kind == "decode" else case.flops / spent * 1e-12
     is_slow = rate < LEAST_SHARE[case.device.type][kind] * bound
     unit = "GB/s" if kind == "decode" else "TFLOP/s"
-    return Result(name, rate=rate, unit=unit, share=rate / bound, is_slow=is_slow)
+    return Result(case.name, rate=rate, unit=unit, share=rate / bound, is_slow=is_slow)

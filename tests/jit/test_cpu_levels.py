@@ -44,6 +44,23 @@ def built_for(monkeypatch: pytest.MonkeyPatch, level: str) -> cache.Entry:
 
 
 @pytest.mark.parametrize("level", LEVELS[:-1])
+@pytest.mark.parametrize("variable", ["FLASHPAGE_CXX", "FLASHPAGE_JIT"])
+def test_a_cache_of_an_older_machine(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, level: str, variable: str
+) -> None:
+    """The newer CPU takes the older one's kernel if it cannot compile, and else compiles its own."""
+    built_for(monkeypatch, LAST)
+    pretend(monkeypatch, level)
+    with monkeypatch.context() as patch:
+        patch.setenv(variable, "no-such-compiler" if variable == "FLASHPAGE_CXX" else "off")
+        patch.setattr(loader, "_kernels", {})
+        assert jit.get_kernel(toy()).target.name == LAST
+    assert sandbox.num_compiles() == 1
+    assert jit.get_kernel(toy()).target.name == level
+    assert sandbox.num_compiles() == 2
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1])
 def test_a_shared_cache(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, level: str) -> None:
     """The older CPU compiles its own kernel, and does not take the newer one's if it cannot compile."""
     built_for(monkeypatch, level)

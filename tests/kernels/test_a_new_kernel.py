@@ -237,7 +237,17 @@ def test_a_card_without_a_row_is_estimated_from_its_clocks() -> None:
     card = devices.from_driver(_info("NVIDIA RTX A6000", 86, 84))
     assert card.is_estimated and card.name == "NVIDIA RTX A6000"
     assert card.gbps == pytest.approx(0.95 * 768.1, rel=0.01)  # 8,001 MHz, 384 bits, two transfers for each clock
-    assert card.tflops == pytest.approx(77.4, rel=0.01)  # 84 SMs at 1,800 MHz
+    assert card.tflops == pytest.approx(154.8, rel=0.01)  # 84 SMs at 1,800 MHz
+    assert devices.from_driver(_info("NVIDIA GeForce RTX 3080", 86, 84)).tflops == pytest.approx(77.4, rel=0.01)
+
+
+def test_a_driver_that_tells_no_clocks() -> None:
+    """The rates are those of a card with the same compute capability, for as many SMs."""
+    info = _info("NVIDIA GeForce RTX 4060", 89, 24)
+    info.clock_khz = info.memory_khz = 0
+    card, like = devices.from_driver(info), devices.named("L4")
+    assert card.is_estimated and card.sm_bytes_per_ns == pytest.approx(like.sm_bytes_per_ns)
+    assert card.sm_flops_per_ns == pytest.approx(like.sm_flops_per_ns)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +277,7 @@ def shown():
         assert cli.main(["info"]) == 0
     return out.getvalue()
 
-assert "rates estimated from its clocks (no row of the table of cards names it): 1 GB/s, 1 TFLOP/s" in shown()
+assert "rates estimated (no row of the table of cards names it): " in shown()
 info = host.DeviceInfo()
 host.check(lib.fp_cuda_device_info(0, byref(info)))
 row = dataclasses.replace(devices.H200, name="Fake", sm=info.sm, sms=2 * info.num_sms)

@@ -42,13 +42,22 @@ def test_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [result["unit"] for result in report["results"]] == ["", "", "", "GB/s", "TFLOP/s"]
 
 
-@pytest.mark.parametrize("layer", cases.LAYERS[3:6], ids=lambda layer: layer.model)
+def test_what_a_model_has() -> None:
+    """fp8 products, rows that fill no lines, and pieces that are merged are checked."""
+    assert {layer.q_dtype.itemsize for layer in cases.LAYERS} == {1, 2} and 96 in {layer.head_dim for layer in cases.LAYERS}
+    assert cases.LONG in main._batches(cases.LAYERS[0]) and main._batches(cases.LAYERS[-1]) == (cases.DECODE,)
+
+
+OPTIONS = [layer for layer in cases.LAYERS if layer.window_left >= 0 or layer.soft_cap]
+
+
+@pytest.mark.parametrize("layer", OPTIONS, ids=lambda layer: layer.model)
 def test_references_of_other_options(layer: cases.Layer) -> None:
     """Windows, soft caps and sinks, over less columns, for which other tests compile."""
     small = dataclasses.replace(layer, head_dim=64, window_left=min(layer.window_left, 100))
     for batch in (cases.DECODE, cases.PREFILL):
         case = cases.Case(small, batch, torch.device("cpu"))
-        assert main._checked(case, case.plan()).is_right
+        assert main._checked(case, torch.empty(cases.WORKSPACE_BYTES["cpu"], dtype=torch.uint8)).is_right
 
 
 def test_wrong_slow_and_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,9 +69,9 @@ def test_wrong_slow_and_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     def run_scaled(factor: float, number: int) -> Any:
         """A plan whose runs have one of the two results scaled."""
 
-        def planned(case: cases.Case) -> Any:
-            run = plan(case)
-            return lambda: tuple(x * factor if i == number else x for i, x in enumerate(run()))
+        def planned(case: cases.Case, workspace: torch.Tensor) -> Any:
+            run = plan(case, workspace)
+            return lambda *tensors: tuple(x * factor if i == number else x for i, x in enumerate(run(*tensors)))
 
         return planned
 
@@ -76,12 +85,47 @@ def test_wrong_slow_and_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert selftest() == 3
     assert "SLOW" in capsys.readouterr().out
 
-    def refuse(case: cases.Case) -> Any:
-        raise CapabilityError("no kernel can honour this request")
+    def failing(error: Exception) -> Any:
+        def fail(*_: Any) -> Any:
+            raise error
 
-    monkeypatch.setattr(cases.Case, "plan", refuse)
+        return fail
+
+    monkeypatch.setattr(cases.Case, "plan", failing(CapabilityError("no kernel can honour this request")))
     assert selftest() == 1
     assert "FAILED: no kernel can honour this request" in capsys.readouterr().out
+
+
+def test_a_card_that_fails_or_is_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """After an illegal access nothing works, and the report is written. Little memory is no fault of a kernel."""
+    monkeypatch.setattr(main, "QUICK", cases.LAYERS[1:2])
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((cases.Case, "plan"), (rates, "read_gbps"), (rates, "matmul_tflops")):
+            patch.setattr(owner, name, fail)
+        assert selftest("--json", str(tmp_path / "out.json")) == 1
+    report, shown = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    assert report["read_gbps"] is None and report["verdict"] == "wrong"
+    assert "torch's own rates could not be measured" in shown and shown.count("FAILED: CUDA error") == 2
+
+    plan = cases.Case.plan
+
+    def is_full(case: cases.Case, workspace: torch.Tensor) -> Any:
+        if case.batch is cases.PREFILL:
+            raise torch.OutOfMemoryError("out of memory")
+        return plan(case, workspace)
+
+    monkeypatch.setattr(cases.Case, "plan", is_full)
+    assert selftest() == 0
+    assert capsys.readouterr().out.count("not run: the card has too little free memory") == 2
+    monkeypatch.setattr(main, "_batches", lambda _: (cases.PREFILL,))
+    monkeypatch.setattr(main, "TIMED", {"cpu": (cases.PREFILL,)})
+    assert selftest() == 1
 
 
 def test_rates_are_measured() -> None:

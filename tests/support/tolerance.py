@@ -58,7 +58,7 @@ class Limits:
 def has_fp8_products(case: Case, card: Device) -> bool:
     """Whether a card multiplies in fp8: e4m3, more rows than decode takes; prefill_sm90 (kernels/prefill_sm90.py)
     only what it loads by boxes."""
-    if not (card.has_wgmma or card.sm in prefill_sm89.NATIVE):
+    if "fp8 mma" not in card.abilities or (card.widens_fp8 and not card.has_wgmma):
         return False
     is_e4m3 = case.q_dtype == case.kv_type == "float8_e4m3fn"
     is_whole = not card.has_wgmma or case.entry not in ("decode", "paged", "sink") or case.page_size % 8 == 0

@@ -34,16 +34,16 @@ struct DecodeRows {
     i32 first_found[first_slots][groups];  // pages of the next slots, in order
   };
 
-  // Whether a row ends within a sector of the L2. The rest of the sector is a row of the next KV head, which another
-  // CTA reads at about the same time.
-  static constexpr bool shares_sectors =
+  // Whether a row ends within a sector of the L2.
+  static constexpr bool has_broken_sectors =
       (Halves::first_columns * sizeof(Cache)) % 32 != 0 || (Halves::second_columns * sizeof(Cache)) % 32 != 0;
 
   Slots& shared;
   const AttentionParams& params;
-  const u64 policy = shares_sectors ? ptx::evict_last() : ptx::evict_first();
+  const u64 policy;
 
-  FP_DEVICE DecodeRows(Slots& shared, const AttentionParams& params, const KvMaps&) : shared(shared), params(params) {}
+  FP_DEVICE DecodeRows(Slots& shared, const AttentionParams& params, const KvMaps&)
+      : shared(shared), params(params), policy(cache_policy(params.k)) {}
 
   FP_DEVICE Source open(const Place& place, int own) const {
     const Unit& unit = place.unit;
@@ -86,6 +86,13 @@ struct DecodeRows {
   }
 
  private:
+  // Where the next KV head's row follows, its CTA reads the rest of the sector at about the same time.
+  static FP_DEVICE u64 cache_policy(const KvView& view) {
+    if constexpr (has_broken_sectors)
+      if (view.head_stride < view.token_stride) return ptx::evict_last();
+    return ptx::evict_first();
+  }
+
   FP_DEVICE void load_scales(const Source& source, int at, i32 found, int slot, int group) const {
     const int in_group = threadIdx.x % 32;
     if (in_group >= group_tokens) return;
