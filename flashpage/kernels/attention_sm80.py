@@ -42,6 +42,7 @@ class _Row:
     ns: tuple[float, float, float]  # nanoseconds of a token in a unit, of a unit, of a piece
     why: str
     widest: int = 512  # largest head dim
+    columns: int = 0  # needs more columns of K and V together than this
     rows: int = 0  # needs more packed rows than this
     is_light: bool = False  # needs work without fp8, masks and RoPE
     is_plain: bool = False  # also needs work that computes nothing on scores
@@ -54,6 +55,7 @@ class _Row:
         is_light = work.loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM) and not work.options.kv_dtype.is_fp8
         return (
             work.widest <= self.widest
+            and work.columns > self.columns
             and work.packed_rows > self.rows
             and (is_light or not self.is_light)
             and (work.loop is InnerLoop.PLAIN or not self.is_plain)
@@ -108,6 +110,12 @@ _MANY = (
     _Row(Tile(64, 32, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB with rotated keys", 128),
     _Row(Tile(64, 64, 4, 1, 1, 2), (55.0, 5e3, 10e3), "two CTAs an SM", 256, is_light=True, shared=_LARGEST),
     _Row(Tile(128, 64, 8, 1, 1, 1), (60.0, 4e3, 8e3), "eight warps", 256, rows=64, is_light=True, shared=LARGE),
+    _Row(
+        *(Tile(128, 32, 8, 1, 1, 1), (77.0, 4e3, 8e3), "99 KiB: eight warps, where two CTAs of four do not fit", 256),
+        rows=64,
+        is_light=True,
+        columns=384,
+    ),
     _Row(Tile(64, 32, 4, 1, 1, 2), (60.0, 4e3, 8e3), "fp8 keys come 32 tokens at a time", 256, fp8=True),
     _Row(Tile(64, 48, 4, 1, 1, 2), (60.0, 4e3, 8e3), "registers of 48 tokens", 256, shared=_LARGEST),
     _Row(Tile(64, 32, 4, 1, 1, 2), (60.0, 4e3, 8e3), "A100: two CTAs an SM; 99 KiB: one", 256),

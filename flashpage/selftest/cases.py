@@ -40,7 +40,8 @@ class Layer:
 
     @property
     def most_error(self) -> float:
-        """Of the output, relative to the reference's norm. Results have bf16; weights of fp8 products have e4m3."""
+        """The largest error of a right output, relative to the reference's norm. Outputs have bf16, and weights of fp8
+        products e4m3."""
         return 1e-2 if self.q_dtype is torch.bfloat16 else 6e-2
 
 

@@ -91,7 +91,7 @@ def run_selftest(device: torch.device, is_quick: bool = False) -> Report:
     _compile([*cases, *timed], workspace, bar)
     results = []
     for case in cases:
-        results.append(_result(case.name, lambda case=case: _checked(case, workspace)))
+        results.append(_result(case.name, _checked, case, workspace))
         bar.advance(case.name, failed=not results[-1].is_right)
     bounds = {}
     for kind, measure in (("decode", rates.read_gbps), ("prefill", rates.matmul_tflops)):
@@ -100,7 +100,7 @@ def run_selftest(device: torch.device, is_quick: bool = False) -> Report:
     for case in timed:
         name = f"{case.name}, {len(case.batch.rows)} x {case.batch.tokens[0]}"
         bound = bounds[case.batch.kind]
-        results.append(_result(name, lambda case=case, bound=bound: _timed(case, workspace, bound, least_s)))
+        results.append(_result(name, _timed, case, workspace, bound, least_s))
     bar.close()
     return Report(str(device), bounds["decode"], bounds["prefill"], time.perf_counter() - start, tuple(results))
 
@@ -124,10 +124,10 @@ def _compile(cases: list[Case], workspace: Tensor, bar: Bar) -> None:
         list(pool.map(plan, cases))
 
 
-def _result(name: str, measure: Callable[[], Result]) -> Result:
-    """What `measure` returns under this name, or why it failed. Its tensors are freed."""
+def _result(name: str, measure: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of `measure`, under this name; or why it failed. Then its tensors are freed."""
     try:
-        return dataclasses.replace(measure(), name=name)
+        return dataclasses.replace(measure(*arguments), name=name)
     except torch.OutOfMemoryError:
         return Result(name, skipped="the card has too little free memory")
     except (FlashpageError, RuntimeError) as error:  # after an illegal access all that follows fails, too

@@ -44,7 +44,9 @@ def test_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_a_model_has() -> None:
     """fp8 products, rows that fill no lines, and pieces that are merged are checked."""
-    assert {layer.q_dtype.itemsize for layer in cases.LAYERS} == {1, 2} and 96 in {layer.head_dim for layer in cases.LAYERS}
+    assert {layer.q_dtype.itemsize for layer in cases.LAYERS} == {1, 2} and 96 in {
+        layer.head_dim for layer in cases.LAYERS
+    }
     assert cases.LONG in main._batches(cases.LAYERS[0]) and main._batches(cases.LAYERS[-1]) == (cases.DECODE,)
 
 
