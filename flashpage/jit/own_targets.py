@@ -1,5 +1,5 @@
-"""Whether a card's kernels can be had for its own target. If not, plans see a card of capability 8.0, and kernels of sm_80
-or PTX of compute_80 serve it: `devices.of` asks this."""
+"""Whether a card's kernels can be had for its own target. If not, plans see a card of capability 8.0, and kernels of
+sm_80 or PTX of compute_80 serve it: `devices.of` asks this."""
 
 from __future__ import annotations
 

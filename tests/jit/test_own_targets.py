@@ -1,4 +1,4 @@
-"""Cards for whose own target no kernels can be had: plans see a card like an A100, and PTX or kernels of sm_80 serve."""
+"""Cards for whose own target no kernels can be had: plans see an A100, and PTX or kernels of sm_80 serve."""
 
 from __future__ import annotations
 

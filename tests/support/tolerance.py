@@ -35,7 +35,6 @@ from cases.case import Case
 from planner_batches import typical_rows
 from reference import LOG2_E, State
 
-from flashpage.kernels import prefill_sm89
 from flashpage.kernels.devices import Device
 
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
