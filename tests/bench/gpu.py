@@ -22,10 +22,12 @@ from record import Recorder
 from workloads import (
     CONTEXTS,
     DECODE,
+    EXPANDED,
     FP8_KV,
     FP8_PREFILL,
     MLA,
     MORE_DECODE,
+    MORE_MLA,
     MORE_PREFILL,
     OPTIONS,
     PREFILL,
@@ -46,6 +48,8 @@ SECTIONS: dict[str, Sequence[Case]] = {
     "fp8-kv": FP8_KV,
     "fp8-prefill": FP8_PREFILL,
     "mla": MLA,
+    "more-mla": MORE_MLA,
+    "expanded": EXPANDED,
 }
 LIBRARIES: dict[str, Any] = {**PEERS, **LATENT_PEERS}  # of all sections
 

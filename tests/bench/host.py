@@ -14,12 +14,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from gpu import HostClock, rounds_of
+from latent_peers import LatentBatch, latent_plan
 from record import Recorder
-from workloads import Paged, indptr
+from workloads import LatentCase, Paged, indptr
 
 from flashpage import native
 from flashpage.cli.values import distribution
@@ -27,6 +29,7 @@ from flashpage.cli.values import distribution
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 HEADS = (NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE)
 OWN, PEER = "flashpage", "flashinfer"
+LATENT_OPTIONS: dict[str, dict[str, Any]] = {OWN: {}, PEER: {"backend": "fa3"}}
 Call = Callable[[], object]
 Targets = tuple[float, float | None]  # microseconds: the required time, and the goal
 PLAN_TARGETS: dict[str, dict[int, Targets]] = {  # by batch
@@ -35,6 +38,7 @@ PLAN_TARGETS: dict[str, dict[int, Targets]] = {  # by batch
     "prefill, 1,024 rows a request": {1: (12, None), 64: (16, None), 256: (22, None)},
 }
 RUN_TARGETS: Targets = (4.5, None)
+LATENT_PLAN_TARGETS: dict[int, Targets] = {1: (9, None), 64: (11, None), 256: (15, None)}  # as decode
 
 
 class IdleClock(HostClock):
@@ -125,6 +129,21 @@ def time_plans(subjects: dict[str, Subject], report: Report, device: torch.devic
             report.line(f"plan, {what}", batch, usable(calls, f"{what}, batch {batch}"), limits)
 
 
+def time_latent(labels: list[str], report: Report, device: torch.device) -> None:
+    """Decode over latent rows (MLA) of 16 heads."""
+    for batch, limits in LATENT_PLAN_TARGETS.items():
+        mean = 1 if device.type == "cpu" else 1024
+        tensors = LatentBatch(LatentCase("host", batch, 1, mean, "lognormal", num_q_heads=16), device)
+        found = {label: latent_plan(label, tensors, **LATENT_OPTIONS[label]) for label in labels}
+        calls = usable({label: plan for label, (_, plan) in found.items()}, f"latent rows, batch {batch}")
+        report.line("plan, decode over latent rows", batch, calls, limits)
+        if batch == 1:
+            out = torch.empty(1, 16, 512, device=device, dtype=torch.bfloat16)
+            parts = (*tensors.split(tensors.q), *tensors.split(tensors.cache))
+            runs = {label: partial(found[label][0].run, *parts, out=out) for label in calls}
+            report.line("run, decode over latent rows, out= given", 1, usable(runs, "run"), RUN_TARGETS)
+
+
 def time_runs(subjects: dict[str, Subject], report: Report, device: torch.device) -> None:
     """Calls with `out=`, of one request."""
     table = Paged([1 if device.type == "cpu" else 1024], PAGE_SIZE, device)
@@ -159,6 +178,7 @@ def main() -> int:
     print(f"on {arguments.device}\n\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     time_plans(subjects, report, device)
     time_runs(subjects, report, device)
+    time_latent(list(subjects), report, device)
     return 1 if arguments.check and not report.is_good else 0
 
 

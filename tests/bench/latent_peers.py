@@ -49,21 +49,26 @@ class LatentBatch:
         return torch.einsum("hqk,kd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), self.split(tokens)[0])
 
 
-def wrapper_call(module_name: str, batch: LatentBatch, **options: object) -> Call:
-    """flashpage, and FlashInfer."""
+def latent_plan(module_name: str, batch: LatentBatch, **options: object) -> tuple[Any, Call]:
+    """A wrapper of flashpage or of FlashInfer, and its plan, with lengths on the host."""
     module, case = importlib.import_module(module_name), batch.case
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
     wrapper = getattr(module, "mla", module).BatchMLAPagedAttentionWrapper(workspace, **options)
     lengths = torch.tensor(batch.kv_lens, dtype=torch.int32)
-    on_device = [x.to(batch.device) for x in (batch.q_indptr, batch.table.indptr, batch.table.indices, lengths)]
+    tables = (batch.q_indptr, batch.table.indptr, batch.table.indices, lengths)
     sizes = {"num_heads": case.num_q_heads, "head_dim_ckv": case.head_dim_vo}
     sizes |= {"head_dim_kpe": case.head_dim - case.head_dim_vo, "page_size": case.page_size}
     kinds = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     rest: dict[str, Any] = {**sizes, "causal": case.q_len > 1, "sm_scale": SM_SCALE, **kinds}
     if module_name == "flashpage":
-        wrapper.plan(metadata=module.MLAPlanMetadata.csr(*on_device), **rest)
-    else:
-        wrapper.plan(*on_device, **rest)
+        return wrapper, lambda: wrapper.plan(metadata=module.MLAPlanMetadata.csr(*tables), **rest)
+    return wrapper, lambda: wrapper.plan(*tables, **rest)
+
+
+def wrapper_call(module_name: str, batch: LatentBatch, **options: object) -> Call:
+    """flashpage, and FlashInfer."""
+    wrapper, plan = latent_plan(module_name, batch, **options)
+    plan()
     parts = (*batch.split(batch.q), *batch.split(batch.cache))
     return lambda: wrapper.run(*parts)
 

@@ -42,9 +42,11 @@ class Batch(Lengths):
         if case.page_size:
             self.cache = self.table.cache(case.num_kv_heads, case.head_dim, case.kv_dtype)
         else:
-            shape = (sum(self.kv_lens), case.num_kv_heads, case.head_dim)
-            self.k = torch.randn(shape, device=device, dtype=torch.bfloat16).to(case.kv_dtype)
-            self.v = torch.randn(shape, device=device, dtype=torch.bfloat16).to(case.kv_dtype)
+            shape = (sum(self.kv_lens), case.num_kv_heads)
+            self.k, self.v = (
+                torch.randn(*shape, dim, device=device, dtype=torch.bfloat16).to(case.kv_dtype)
+                for dim in (case.head_dim, case.value_dim)
+            )
 
     def keys_and_values(self, i: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one request, [kv_len, num_kv_heads, head_dim]."""
@@ -91,6 +93,7 @@ def planned(module_name: str, lengths: Lengths, **options: object) -> Any:
         more["logits_soft_cap"] = case.soft_cap
     if not case.page_size:
         ragged = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", **options)
+        more |= {"head_dim_vo": case.head_dim_vo} if case.head_dim_vo else {}
         ragged.plan(lengths.q_indptr, lengths.kv_indptr, *heads, **masks, **more)
         return ragged
     table = lengths.table

@@ -69,6 +69,7 @@ class Case:
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    head_dim_vo: int = 0  # 0: as head_dim
     page_size: int = 16
     causal: bool = True
     window_left: int = -1  # tokens that a row sees before its own; -1: all
@@ -98,9 +99,13 @@ class Case:
         return "gb_per_s" if self.is_decode else "tflop_per_s"
 
     @property
+    def value_dim(self) -> int:
+        return self.head_dim_vo or self.head_dim
+
+    @property
     def columns(self) -> int:
         """Elements of a row of q and its output together; also of a token's K and V."""
-        return 2 * self.head_dim
+        return self.head_dim + self.value_dim
 
     @property
     def token_elements(self) -> int:
@@ -146,10 +151,6 @@ class LatentCase(Case):
     @property
     def unit(self) -> str:
         return "gb_per_s" if self.q_len * self.num_q_heads <= 64 else "tflop_per_s"
-
-    @property
-    def columns(self) -> int:
-        return self.head_dim + self.head_dim_vo
 
     @property
     def token_elements(self) -> int:
@@ -297,4 +298,28 @@ MLA = [  # without tensor parallelism a card has 128 heads, with eight ranks 16
     LatentCase("16 heads, batch 64, context 4k, lognormal", 64, 1, 4096, "lognormal", num_q_heads=16),
     LatentCase("16 heads, batch 64, context 4k, one long", 64, 1, 4096, "one-long", num_q_heads=16),
     LatentCase("16 heads, batch 128, context 4k, lognormal, page 1", 128, 1, 4096, "lognormal", 16, page_size=1),
+]
+
+MORE_MLA = [  # other shapes, so that nothing is tuned to the table above alone
+    *(LatentCase(f"{n} heads, batch 64, context 4k", 64, 1, 4096, num_q_heads=n) for n in (20, 24, 40)),
+    *(LatentCase(f"128 heads, batch 64, context 4k, page {page}", 64, 1, 4096, page_size=page) for page in (16, 32)),
+    LatentCase("64 heads, batch 64, context 4k, page 1", 64, 1, 4096, num_q_heads=64, page_size=1),
+    LatentCase("128 heads, batch 256, context 1k", 256, 1, 1024),
+    LatentCase("16 heads, batch 256, context 1k, Zipf", 256, 1, 1024, "zipf", num_q_heads=16),
+    LatentCase("128 heads, batch 64, context 4k, one long", 64, 1, 4096, "one-long"),
+    LatentCase("64 heads, batch 64, context 4k, Zipf", 64, 1, 4096, "zipf", num_q_heads=64),
+    LatentCase("16 heads, batch 64, context 4k, four rows", 64, 4, 4096, num_q_heads=16),
+    LatentCase("16 heads, batch 64, context 4k, eight rows", 64, 8, 4096, num_q_heads=16),
+    LatentCase("128 heads, batch 32, context 4k, four rows", 32, 4, 4096),
+]
+
+_EXPANDED: dict[str, Any] = {"head_dim": 192, "head_dim_vo": 128, "page_size": 0}
+
+EXPANDED = [  # prompts of such models: latent rows expanded to K and V of each head
+    Case("192/128, 128 heads, 1 x 8k", 1, 8192, 8192, num_q_heads=128, num_kv_heads=128, **_EXPANDED),
+    Case("192/128, 16 heads, 4 x 4k", 4, 4096, 4096, num_q_heads=16, num_kv_heads=16, **_EXPANDED),
+    Case("192/128, 16 heads, 1 x 16k", 1, 16384, 16384, num_q_heads=16, num_kv_heads=16, **_EXPANDED),
+    Case("192/128, 16 heads, 32 x 512", 32, 512, 512, num_q_heads=16, num_kv_heads=16, **_EXPANDED),
+    Case("192/128, 64/4 heads, window 128, 4 x 4k", 4, 4096, 4096, "uniform", 64, 4, window_left=127, **_EXPANDED),
+    Case("256/256, 16 heads, 4 x 4k", 4, 4096, 4096, num_q_heads=16, num_kv_heads=16, head_dim=256, page_size=0),
 ]

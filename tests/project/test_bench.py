@@ -28,6 +28,8 @@ PROGRAMS = [  # program and arguments, and a line that it prints
     (("gpu.py", "small-prefill", "--only", "16, 8 x 512", *SMALL), "| page 16, 8 x 512 | flashpage |"),
     (("gpu.py", "fp8-kv", "--only", "e4m3 KV, 1 x", *SMALL), "| e4m3 KV, 1 x 32k | flashpage |"),
     (("gpu.py", "mla", "--only", "16 heads, batch 16", *SMALL), "| 16 heads, batch 16, context 2k | flashpage |"),
+    (("gpu.py", "more-mla", "--only", "24 heads", *SMALL), "| 24 heads, batch 64, context 4k | flashpage |"),
+    (("gpu.py", "expanded", "--only", "16 heads, 4 x", *SMALL), "| 192/128, 16 heads, 4 x 4k | flashpage |"),
     (("gpu.py", "prefill", "--only", "append 8", *SMALL), "| append 8 rows on 8k, 32 requests | flashpage |"),
     (("sweep.py", "--only", "1.036", "--json", os.devnull, *SMALL), "1.036 decode"),
     (("cascade.py", "--only", "64 requests, 8k", *SMALL), "| 64 requests, 8k shared, 1k own | flashpage |"),
