@@ -70,6 +70,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         super().__init__(float_workspace_buffer, "NHD", use_cuda_graph, backend)
         self._lse_mode = "base2"
         self._enable_pdl: bool | None = None
+        self._said: tuple[tuple[Any, ...], Any] | None = None  # keywords of the last plan, and what they led to
         buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         self._take_graph_buffers(None, **buffers, custom_mask_buf=custom_mask_buf)
 
@@ -144,6 +145,21 @@ class BatchMLAPagedAttentionWrapper(Adapter):
                 joined; it replaces causal, and the host reads the lengths. For rows of q's type.
             packed_custom_mask: the mask as bits, `segment_packbits(mask, indptr, bitorder="little")`.
         """
+        said = (
+            *(num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type),
+            *(use_profiler, query_layout, kv_cache_layout, lse_mode, output_dtype, output_scale, scale_mode),
+            *(skip_softmax, enable_pdl, use_sinks, kv_row_format, fixed_split_size, disable_split_kv),
+        )
+        has_arrays = not (
+            custom_mask is packed_custom_mask is qo_indptr is kv_indptr is kv_indices is kv_len_arr is None
+            and cum_seq_lens_q is block_tables is seq_lens is None
+            and max_q_len is None
+        )
+        is_usual = not (flat or has_arrays) and metadata.__class__ is MLAPlanMetadata
+        if is_usual and self._has_checked(said):
+            self._now = self._planned
+            self._plan(metadata, None)  # type: ignore[arg-type]
+            return
         checks.refuse_given(skip_softmax=skip_softmax)
         checks.choice("output_scale", output_scale, ("none",))
         checks.flag("use_sinks", use_sinks)
@@ -191,8 +207,13 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         self._plan(metadata, mask)
         # Set last, because after a refused plan the runs of the plan before go on.
         self._enable_pdl, self._lse_mode, self._uses_profiler = enable_pdl, lse_mode, use_profiler
+        self._said = (said, self._arguments) if is_usual else None
 
     begin_forward = plan
+
+    def _has_checked(self, said: tuple[Any, ...]) -> bool:
+        """Whether the last plan was given the same keywords, which steps of a server repeat."""
+        return self._said is not None and self._said[1] is self._arguments and not differ(said, self._said[0])
 
     @classmethod
     def _metadata(cls, metadata: Any, arrays: dict[str, Any], *, is_by_position: bool) -> MLAPlanMetadata:

@@ -75,8 +75,9 @@ class MLAPlanMetadata(NamedTuple):
     @property
     def is_dense(self) -> bool:
         """Whether the batch is in the form of `dense` alone."""
-        is_csr = any(array is not None for array in self[:4])
-        return not is_csr and any(array is not None for array in self[4:7])
+        if not (self.qo_indptr is self.kv_indptr is self.kv_indices is self.kv_len_arr is None):
+            return False
+        return not (self.cum_seq_lens_q is self.block_tables is self.seq_lens is None)
 
     @property
     def is_on_device(self) -> bool:
@@ -96,8 +97,10 @@ class MLAPlanMetadata(NamedTuple):
     def lengths(self, page_size: int) -> Lengths:
         """The lengths; those of a table say where its pages begin."""
         if not self.is_dense:
-            self._compare()
-            return Lengths(self._rows, self.kv_indptr, None, self._lens)
+            if not (self.cum_seq_lens_q is self.seq_lens is None):
+                self._compare()
+            rows = checks.tensor(self.qo_indptr, "qo_indptr", PlanError)
+            return Lengths(rows, self.kv_indptr, None, checks.tensor(self.kv_len_arr, "kv_len_arr", PlanError))
         checks.tensor(self.block_tables, "block_tables", PlanError)
         batch, lens = batch_of(self._rows, "cum_seq_lens_q"), self._lens
         if lens.shape != (batch,):

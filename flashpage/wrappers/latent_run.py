@@ -16,6 +16,7 @@ from ..run.checks import NO_SCALES
 
 # The callers' names for the inner interface's cache.
 _CACHES = {"k": "ckv_cache", "v": "kpe_cache", "paged_kv_cache": "ckv_cache"}
+_QUERIES, _SPLIT_CACHES = ("q_nope", "q_pe"), ("ckv_cache", "kpe_cache")
 _PAIRS = (tuple, list)
 
 
@@ -32,7 +33,7 @@ def use_run_names(error: FlashpageError, query: Any, kv_cache: Any) -> None:
 
 def joined_query(options: Options | None, query: Any, q_nope: Any, q_pe: Any) -> torch.Tensor:
     """The queries of a run as one tensor; `options` None: nothing is planned."""
-    parts = _pair("query", query, q_nope=q_nope, q_pe=q_pe)
+    parts = _pair("query", _QUERIES, query, q_nope, q_pe)
     if len(parts) == 2 and options is not None and parts[0].shape[2] != options.head_dim_vo:
         name = "q_nope" if query is None else "query[0]"
         raise RunError(
@@ -74,34 +75,39 @@ def caches_of(options: Options | None, whole: Any, ckv: Any, kpe: Any) -> tuple[
     """One cache, or two of which the second has columns."""
     packed = None if options is None else options.latent_row_format
     if packed is None:
-        return _pair("kv_cache", whole, ckv_cache=ckv, kpe_cache=kpe)
+        return _pair("kv_cache", _SPLIT_CACHES, whole, ckv, kpe)
     if kpe is not None or (whole is not None and ckv is not None) or whole.__class__ in _PAIRS:
         raise RunError(f"rows of {packed.row_bytes} bytes are one cache: pass kv_cache alone.")
     rows = checks.tensor(ckv if whole is None else whole, "kv_cache", RunError)
     return (rows.view(torch.float8_e4m3fn) if rows.dtype in (torch.uint8, torch.int8) else rows,)
 
 
-def _pair(name: str, whole: Any, **parts: Any) -> tuple[torch.Tensor, ...]:
+def _pair(
+    name: str, part_names: tuple[str, str], whole: Any, first: Any, second: Any
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor]:
     """One tensor, or two of which the second has columns."""
-    names = " and ".join(parts)
-    if whole is None:
-        for part_name, part in parts.items():
-            if part is None:
-                raise RunError(f"{part_name}=None: pass {names}, or {name} alone.")
-    else:
-        if any(part is not None for part in parts.values()):
-            raise RunError(f"{name} and {names} are both given: pass one tensor, or two.")
+    names = part_names
+    if whole is not None:
+        if first is not None or second is not None:
+            raise RunError(f"{name} and {' and '.join(names)} are both given: pass one tensor, or two.")
         whole = _one_form(name, whole) if whole.__class__ in _PAIRS else whole
         if whole.__class__ not in _PAIRS:
             return (whole,)
-        names = name
-        parts = {f"{name}[{i}]": part for i, part in enumerate(whole)}
-    first, second = (checks.tensor(part, part_name, RunError) for part_name, part in parts.items())
-    if first.dim() != 3 or second.shape[:-1] != first.shape[:-1]:
-        raise RunError(f"{names} have shapes {tuple(first.shape)} and {tuple(second.shape)}: pass equal leading sizes.")
+        first, second = whole
+        names = f"{name}[0]", f"{name}[1]"
+    elif first is None or second is None:
+        missing = names[0] if first is None else names[1]
+        raise RunError(f"{missing}=None: pass {' and '.join(names)}, or {name} alone.")
+    checks.tensor(first, names[0], RunError)
+    checks.tensor(second, names[1], RunError)
+    shape, other = first.shape, second.shape
+    if len(shape) != 3 or len(other) != 3 or shape[0] != other[0] or shape[1] != other[1]:
+        said = name if whole is not None else " and ".join(names)
+        raise RunError(f"{said} have shapes {tuple(shape)} and {tuple(other)}: pass equal leading sizes.")
     if first.dtype != second.dtype:
-        raise RunError(f"{names} have dtypes {first.dtype} and {second.dtype}: pass equal types.")
-    return (first, second) if second.shape[-1] else (first,)
+        said = name if whole is not None else " and ".join(names)
+        raise RunError(f"{said} have dtypes {first.dtype} and {second.dtype}: pass equal types.")
+    return (first, second) if other[2] else (first,)
 
 
 def _one_form(name: str, given: Any) -> Any:
@@ -116,16 +122,15 @@ def _one_form(name: str, given: Any) -> Any:
 
 def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The parts side by side: in place if their memory is, otherwise copied."""
-    first, second = parts[0], parts[-1]
-    if first is second:
-        return first
-    shape = (*first.shape[:-1], first.shape[-1] + second.shape[-1])
+    if len(parts) == 1:
+        return parts[0]
+    first, second = parts
+    shape, strides = first.shape, first.stride()
     is_one = (
         not is_dynamo_compiling()
-        and first.stride() == second.stride()
-        and first.dtype == second.dtype
-        and first.is_neg() == second.is_neg()
+        and strides == second.stride()
+        and first.storage_offset() + shape[2] == second.storage_offset()
         and first.untyped_storage()._cdata == second.untyped_storage()._cdata
-        and first.storage_offset() + first.shape[-1] == second.storage_offset()
+        and first.is_neg() == second.is_neg()
     )
-    return first.as_strided(shape, first.stride()) if is_one else torch.cat(parts, -1)
+    return first.as_strided((*shape[:2], shape[2] + second.shape[2]), strides) if is_one else torch.cat(parts, -1)

@@ -218,7 +218,7 @@ def options_of_device(options: dict[str, Any]) -> dict[str, Any]:
     return fields | {"own": {name: value for name, value in options.items() if name in Own._fields}}
 
 
-def differ(arguments: Arguments, others: Arguments | None) -> bool:
+def differ(arguments: tuple[Any, ...], others: tuple[Any, ...] | None) -> bool:
     """Whether they differ; an array has no single truth value, and is refused when it is checked."""
     try:
         return arguments != others

@@ -12,6 +12,7 @@ from latent_batches import CKV, HEADS, OPTIONS, PAGE, SIZES, TOKENS, Batch, clos
 
 import flashpage
 from flashpage import CapabilityError, MLAPlanMetadata, PlanError, RunError
+from flashpage.wrappers import latent
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -254,3 +255,33 @@ def test_names_of_flashinfer() -> None:
     assert set(f"{PLAN} {FIELDS}".split()) <= set(names_of(wrapper.plan, by_keyword))
     assert names_of(wrapper.run, by_position) == RUN.split()
     assert set(RUN_KEYWORDS.split()) == set(names_of(wrapper.run, by_keyword))
+
+
+def test_equal_keywords_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with the last plan's keywords skips their checks; others, and plans that were refused, do not."""
+    batch, wrapper = Batch(), wrapper_of()
+    checked: list[str] = []
+    choice = latent.checks.choice
+    monkeypatch.setattr(latent.checks, "choice", lambda name, *rest: checked.append(name) or choice(name, *rest))
+
+    def planned(**changed: Any) -> bool:
+        """Whether the plan's keywords were checked."""
+        checked.clear()
+        wrapper.plan(metadata=batch.csr(), **(SIZES | OPTIONS | changed))
+        return bool(checked)
+
+    assert planned() and not planned()
+    close(wrapper.run(*batch.parts()), batch.out)
+    assert planned(lse_mode="basee") and planned() and not planned()
+    with pytest.raises(PlanError, match="lse_mode"):
+        planned(lse_mode="base3")
+    with pytest.raises(PlanError):  # a refused batch of other options, after which the former options are taken again
+        wrapper.plan(metadata=batch.csr()._replace(kv_len_arr=batch.lens[:1]), **(SIZES | OPTIONS | {"sm_scale": 1.0}))
+    assert planned()
+    close(wrapper.run(*batch.parts()), batch.out)
+    wrapper._sm_scale = 100.0  # an engine's value holds until the next plan
+    assert not planned()
+    close(wrapper.run(*batch.parts()), batch.out)
+    mask = torch.ones(sum(r * n for r, n in zip(batch.q_indptr.diff().tolist(), batch.lens.tolist(), strict=True)))
+    assert planned(custom_mask=mask.bool(), causal=False) and planned() and not planned()
+    close(wrapper.run(*batch.parts()), batch.out)
