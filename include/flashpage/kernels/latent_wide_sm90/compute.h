@@ -3,6 +3,7 @@
 #include "flashpage/kernels/latent_wide_sm90/output.h"
 #include "flashpage/kernels/wide_scores.h"
 #include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/trace.h"
@@ -24,6 +25,7 @@ struct WideCompute {
   using Output = WideOutput<Traits>;
   using Values = typename Output::Values;
   static constexpr int tokens = Shared::tokens, steps = tokens / 16;
+  static constexpr int vote_barrier = 1;  // of the right warpgroup, by name
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
 
@@ -105,7 +107,7 @@ struct WideCompute {
       release(now, WidePart::tail);
       if (!goes_on) release_query();
       prepare(state, block);
-      if (state.softmax.raise(state.scores, softmax_scale(state), state.factor)) rescale(state);
+      if (state.softmax.raise(state.scores, softmax_scale(state), state.factor)) rescale(state);  // no product is left
       Fragments first, second;
       exponentiate(state, first);
       hand_over(state, first);
@@ -168,9 +170,10 @@ struct WideCompute {
       const bool goes_on = block + 3 < state.place.blocks;
       if (!goes_on) release_query();
       prepare(state, block + 1);
-      if (state.softmax.raise(state.scores, softmax_scale(state), state.factor)) rescale(state);
+      const bool rose = state.softmax.raise(state.scores, softmax_scale(state), state.factor);
       exponentiate(state, second);
       hand_over(state, second);
+      rescale_together(state, rose);
       clear_hidden(state.place, block + 1, now + 1, WidePart::right);
       issue_values(state.values, second, now + 1, WidePart::right);
       ptx::wgmma_wait<1>();
@@ -188,7 +191,7 @@ struct WideCompute {
   }
   // Issues the product of a pair's first block.
   FP_DEVICE void add_first(State& state, Fragments& first, int block, u32 now) {
-    if (take_over(state, first)) rescale(state);
+    rescale_together(state, take_over(state, first));
     clear_hidden(state.place, block, now, WidePart::right);
     issue_values(state.values, first, now, WidePart::right);
   }
@@ -237,12 +240,16 @@ struct WideCompute {
 
   FP_DEVICE static float softmax_scale(const State& state) { return softmax_scale_of<Traits>(state.place.scale, {}); }
 
-  // Multiplies the values by the factor, which is rare. It waits for all products, those of scores too, because the
-  // compiler does not know which ones are over.
-  FP_DEVICE static void rescale(State& state) {
+  // Multiplies the values by the factor, which is rare.
+  FP_DEVICE static void rescale(State& state) { state.softmax.rescale(state.values, state.factor); }
+  // The same while products are in flight: if the maxima of any warp rose, all warps of the warpgroup wait for all
+  // products, those of scores too, because the compiler does not know which ones are over. A warpgroup may only wait as
+  // a whole.
+  FP_DEVICE static void rescale_together(State& state, bool rose) {
+    if (!ptx::named_barrier_or(vote_barrier, 128, rose)) return;
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(state.values[0]);
-    state.softmax.rescale(state.values, state.factor);
+    if (rose) rescale(state);
   }
 
   FP_DEVICE void prepare(State& state, int block) const {
