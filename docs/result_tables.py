@@ -30,7 +30,8 @@ TITLES = {  # sections in the order of the page
     "sglang": "SGLang, tokens per second by attention backend",
     "vllm": "vLLM, tokens per second by attention backend",
     "parallel": "Decode over a context that lies on several cards",
-    "ranks": "Engines of several ranks next to those of one",
+    "ranks": "Engines of several ranks, and with other options, next to others",
+    "growth": "Memory after many requests",
 }
 UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
 NAMES = {
@@ -226,6 +227,13 @@ def ranks_table(lines: list[Line]) -> str:
     return f"{words}\n\n{table(header, rows)}"
 
 
+def growth_table(lines: list[Line]) -> str:
+    """Memory that an engine keeps after many requests."""
+    rows = [[line["case"], line["answered"], f"{line['card_mib']:.1f}", f"{line['host_mib']:.1f}"] for line in lines]
+    words = "Half of the 1,000 requests are aborted; the first 200 do not count."
+    return f"{words}\n\n{table(['engine', 'answered', 'MiB more on the card', 'on the host'], rows)}"
+
+
 def formats_table(lines: list[Line]) -> str:
     more = "; `append` are rows over a cached prefix, `fill` writes"
     return shares_table(lines, "float8_e4m3fn", f"Microseconds, and in brackets the share of e4m3's{more}.")
@@ -260,4 +268,5 @@ TABLES = {  # of other sections: card_table
     "vllm": engine_table,
     "parallel": parallel_table,
     "ranks": ranks_table,
+    "growth": growth_table,
 }

@@ -1,6 +1,8 @@
-"""Real engines on two cards next to the same engines on one: tokens and log-probabilities of the same requests.
+"""Real engines on two cards next to the same engines on one, and with other options: tokens and log-probabilities of
+the same requests.
 
     python tests/card/engine_ranks.py vllm      # needs an installed vLLM, and flashpage as its plugin
+    python tests/card/engine_ranks.py vllm-options  # one card: graphs, fp8 caches, preemption, guesses, windows, growth
     python tests/card/engine_ranks.py sglang
 
 Each engine of a table below is a process of its own; `--only` names some. They start at once, or each after the one
@@ -29,43 +31,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "bench")]
+from engine_setups import NEW_TOKENS, SGLANG, VLLM, VLLM_OPTIONS, Setup, vllm_options
 from engine_turns import differences, in_words
 from entry_points import ROOT, write_entry_points
-from rank_models import KV_HEADS, SIZES, SMALL, requests, write_models
+from plain_numba import write_numba
+from rank_models import requests, write_models
 from record import Recorder
-
-NEW_TOKENS = {"mixed": 16, "again": 16, "short": 64}  # "again": prefixes come from the cache
-
-# Each engine: its model, and how it differs from flashpage on one card. Others are compared with `MODEL-1`.
-Setup = dict[str, Any]
-TWO: Setup = {"ranks": 2}
-VLLM: dict[str, Setup] = {
-    "llama-1": {"model": "llama"},
-    "llama-2": {"model": "llama", **TWO},
-    # Fewer tokens than the requests have, so that some are preempted.
-    "llama-2-preempted": {"model": "llama", **TWO, "cache": 1280, "kinds": ("short",)},
-    "llama-1-other": {"model": "llama", "backend": "FLASH_ATTN"},
-    "llama-2-other": {"model": "llama", **TWO, "backend": "FLASH_ATTN"},
-    "bloom-1": {"model": "bloom"},
-    "bloom-2": {"model": "bloom", **TWO},
-    "bloom-1-other": {"model": "bloom", "backend": "FLASH_ATTN"},
-    "sinks-1": {"model": "llama", "sinks": True},
-    "sinks-2": {"model": "llama", **TWO, "sinks": True},
-    "sinks-1-other": {"model": "llama", "sinks": True, "backend": "FLASH_ATTN"},
-    "mqa-1": {"model": "mqa"},
-    "mqa-2-context": {"model": "mqa", **TWO, "context": 2},
-}
-SGLANG: dict[str, Setup] = {
-    "llama-1": {"model": "llama"},
-    "llama-2": {"model": "llama", **TWO},
-    "llama-2-eager": {"model": "llama", **TWO, "is_eager": True},
-    "llama-2-pages": {"model": "llama", **TWO, "page_size": 64},
-    "llama-1-other": {"model": "llama", "backend": "fa3"},
-    "llama-2-other": {"model": "llama", **TWO, "backend": "fa3"},
-    "mqa-1": {"model": "mqa"},
-    "mqa-2": {"model": "mqa", **TWO},
-}
 
 # Ranks meet on this machine, whose CPUs need not be of several NUMA nodes.
 ON_CPU = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -96,33 +70,6 @@ def register_sinks() -> None:
     llama.Attention = WithSinks
 
 
-def vllm_options(setup: Setup, folder: Path, is_small: bool) -> Setup:
-    sizes, ranks, cache = SMALL if is_small else SIZES, setup.get("ranks", 1), 64 << 20 if is_small else 1 << 30
-    if "cache" in setup:
-        heads = KV_HEADS[setup["model"]] // ranks
-        cache = setup["cache"] * 2 * heads * sizes["head_dim"] * (4 if is_small else 2) * sizes["num_hidden_layers"]
-    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
-    found = {
-        "model": str(folder / setup["model"]),
-        "skip_tokenizer_init": True,
-        "dtype": "float32" if is_small else "bfloat16",
-        "tensor_parallel_size": ranks,
-        "decode_context_parallel_size": setup.get("context", 1),
-        "max_model_len": 1024,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 512,  # longer prompts come in chunks, next to decodes of others
-        "block_size": 32 if is_small else 16,
-        "enable_prefix_caching": True,
-        "kv_cache_memory_bytes": cache,
-        "gpu_memory_utilization": 0.02,  # which must be free; the cache has its size above
-        "disable_custom_all_reduce": True,
-        "disable_log_stats": False,
-        "enforce_eager": is_small,
-        "compilation_config": {"mode": 0} | ({"custom_ops": ["none"]} if is_small else graphs),
-    }
-    return found if is_small else found | {"attention_config": {"backend": setup.get("backend", "CUSTOM")}}
-
-
 def answer_vllm(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     ranks = setup.get("ranks", 1)
     os.environ["ENGINE_RANKS_SINKS"] = "1" if setup.get("sinks") else ""
@@ -144,10 +91,37 @@ def answer_vllm(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[
             for answer in answers
         ]
 
+    if setup.get("kinds") == ("many",):
+        return {"growth": growth_of(llm.llm_engine, SamplingParams)}
     found: dict[str, Any] = ask_all(setup, ask)
-    counted = "vllm:num_preemptions", "vllm:prefix_cache_hits"
+    counted = "vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:spec_decode_num_accepted_tokens"
     found["counts"] = {one.name: one.value for one in llm.get_metrics() if one.name in counted}
     return found
+
+
+def growth_of(engine: Any, sampling: Any) -> dict[str, float]:
+    """MiB that the card's and the host's memory grow by while 1,000 requests are answered, half of which are aborted
+    after some steps; the first 200 do not count."""
+
+    def memory() -> tuple[float, float]:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return torch.cuda.memory_allocated() / 2**20, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    params = sampling(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    prompts, answered, start = requests("mixed"), 0, memory()
+    for wave in range(40):
+        if wave == 8:
+            start = memory()
+        names = [f"{wave}-{i}" for i in range(25)]
+        for i, name in enumerate(names):
+            engine.add_request(name, {"prompt_token_ids": prompts[(wave + i) % len(prompts)]}, params)
+        for _ in range(10):
+            answered += sum(output.finished for output in engine.step())
+        engine.abort_request(names[::2])
+        while engine.has_unfinished_requests():
+            answered += sum(output.finished for output in engine.step())
+    card, host = (after - before for after, before in zip(memory(), start, strict=True))
+    return {"answered": answered, "card_mib": round(card, 2), "host_mib": round(host, 2)}
 
 
 def answer_sglang(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -213,6 +187,7 @@ class Engine:
     table: dict[str, Setup]
     answer: Callable[[Setup, Path, argparse.Namespace], dict[str, Any]]
     plugin_group: str  # the entry points by which it finds flashpage
+    module: str  # that it is imported by
     entry_points: tuple[str, ...] = ()  # of this program
 
 
@@ -222,9 +197,11 @@ ENGINES = {
         table=VLLM,
         answer=answer_vllm,
         plugin_group="vllm.general_plugins",
+        module="vllm",
         entry_points=("sinks_of_ranks = engine_ranks:register_sinks",),
     ),
-    "sglang": Engine("SGLang", SGLANG, answer_sglang, "sglang.srt.plugins"),
+    "vllm-options": Engine("vLLM", VLLM_OPTIONS, answer_vllm, "vllm.general_plugins", "vllm"),
+    "sglang": Engine("SGLang", SGLANG, answer_sglang, "sglang.srt.plugins", "sglang"),
 }
 
 
@@ -241,7 +218,9 @@ class Comparison:
     def add(self, name: str, found: dict[str, Any]) -> None:
         """Compares an engine with itself, and with those that have answered before."""
         self.answers[name] = found
-        print(name, found.get("counts", ""), flush=True)
+        print(name, found.get("counts", found.get("growth", "")), flush=True)
+        if "growth" in found:
+            self.recorder.add("growth", f"{self.engine} {name}", **found["growth"])
         if "again" in found:
             self._say(name, "again", "its first answers", found["mixed"], found["again"])
         for other in self.answers:
@@ -270,11 +249,12 @@ def started(name: str, number: int, place: Path, chosen: argparse.Namespace) -> 
     """An engine's process. Those of one rank take the cards by turns."""
     engine = ENGINES[chosen.engine]
     entries = write_entry_points(place / "entries", engine.plugin_group, *engine.entry_points)
+    write_numba(entries)
     paths = entries, ROOT, Path(__file__).parent
     variables = {"PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])}
     setup = engine.table[name]
     if setup.get("ranks", 1) == 1 and chosen.device == "cuda":
-        variables["CUDA_VISIBLE_DEVICES"] = str(number % 2)
+        variables["CUDA_VISIBLE_DEVICES"] = str(number % max(1, torch.cuda.device_count()))
     if chosen.device == "cpu":
         variables |= ON_CPU | {"FLASHPAGE_VLLM": "off" if "backend" in setup else "on"}
     command = [sys.executable, __file__, *sys.argv[1:], "--answer", name, "--place", str(place)]
@@ -341,7 +321,7 @@ def main() -> int:
     for name in names:
         if (base := f"{name.partition('-')[0]}-1") not in names:
             parser.error(f"--only {name} is compared with {base}: name it too")
-    if importlib.util.find_spec(chosen.engine) is None:
+    if importlib.util.find_spec(engine.module) is None:
         print(f"skipped: {engine.name} is not installed")
         return 0
     comparison = Comparison(chosen.engine, Recorder(chosen.json))

@@ -16,6 +16,7 @@ import traceback
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 KIT = "sglang.test.kits.attention_unittest"
 LATENT_DIM = 512  # kv_lora_rank; the kit's own of 32 is for kernels that take any
@@ -59,16 +60,29 @@ class Kit:
                 run = self.graphs.run_dense_cuda_graph_decode_case
                 yield f"{case.name}, graph", lambda test, case=case, run=run: run(test, case)
         guesses = dense.DenseAttentionCase(
-            "guesses", backend, self.mode.TARGET_VERIFY, 4, 2, 16, (14, 15, 33), (4, 4, 4)
-        )
+            "guesses", backend, self.mode.TARGET_VERIFY, 4, 2, 16, (14, 15, 33), (3, 3, 3)
+        )  # the kit has trees of three guesses
         for topk in (1, 2):
             run = self.verify.run_dense_eagle_verify_case
-            yield f"guesses of {topk}", lambda test, topk=topk, run=run: run(test, guesses, topk=topk)
+            yield f"guesses of {topk}", self._with_topk(topk, run, guesses)
             run = self.verify.run_dense_spec_verify_cuda_graph_case
-            yield f"guesses of {topk}, graph", lambda test, topk=topk, run=run: run(test, guesses, topk=topk)
+            yield f"guesses of {topk}, graph", self._with_topk(topk, run, guesses)
         drafts = dataclasses.replace(guesses, name="drafts", forward_mode=self.mode.DRAFT_EXTEND_V2)
         run = self.drafts.run_dense_draft_extend_v2_cuda_graph_case
         yield "drafts, graph", lambda test, run=run: run(test, drafts)
+
+    def _with_topk(self, topk: int, run: Callable[..., object], case: Any) -> Callable[[Any], object]:
+        """A check of trees, whose server's arguments say so; the kit's own say 0."""
+        make = self.dense.make_mock_server_args
+
+        def check(test: Any) -> object:
+            def make_with_topk(**given: Any) -> Any:
+                return make(**(given | {"speculative_eagle_topk": topk}))
+
+            with mock.patch.object(self.dense, "make_mock_server_args", make_with_topk):
+                return run(test, case, topk=topk)
+
+        return check
 
     def _of_latent(self, backend: str) -> Iterator[tuple[str, Callable[[Any], object]]]:
         latent, sizes = self.latent, {"kv_lora_rank": LATENT_DIM, "qk_rope_head_dim": 64}
