@@ -62,14 +62,23 @@ def devices() -> list[tuple[str, str]]:
         what = f"{info.name.decode()}, sm_{info.sm}, {info.num_sms} SMs, {info.memory_bytes / 2**30:.0f} GiB"
         rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}"))
         rows.append(("", _rates(card)))
-        own, used = targets.Target("cuda", info.sm), targets.cuda_target(index)
-        if own != used:
-            kind = "PTX" if used.arch == targets.PTX else "kernels"
-            rows.append(
-                ("", f"no compiler here knows {own.name} and none is built: {kind} of {used.name} serve, as on an A100")
-            )
+        rows += _served_by(index, info.sm)
         rows += _planned_as(index)
     return rows if len(rows) > 1 else [*rows, ("cuda", "no device")]
+
+
+def _served_by(index: int, sm: int) -> list[tuple[str, str]]:
+    """What serves a card for whose own target no kernels can be had."""
+    from ..jit import targets
+
+    try:
+        own, used = targets.Target("cuda", sm), targets.cuda_target(index)
+    except FlashpageError as error:
+        return [("", str(error))]
+    if own == used:
+        return []
+    kind = "PTX" if used.arch == targets.PTX else "kernels"
+    return [("", f"kernels for {own.name} are neither built nor compiled here: {kind} of {used.name}, as on an A100")]
 
 
 def _planned_as(index: int) -> list[tuple[str, str]]:

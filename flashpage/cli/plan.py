@@ -91,6 +91,7 @@ def _card(arguments: argparse.Namespace) -> Device | None:
     import torch
 
     from ..base.errors import PlanError
+    from ..jit import own_targets  # noqa: F401  devices.of asks it
     from ..kernels import devices
 
     if arguments.backend == "cpu" and arguments.card:

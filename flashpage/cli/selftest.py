@@ -1,5 +1,5 @@
 """Check the kernels of common models on this machine against a reference, and their speed against its own read and
-matmul rates. Exit code 0: right; 1: a wrong result or a failure; 3: right, but slow."""
+matmul rates. Exit code 0: right; 1: a wrong result, a failure, or nothing could be checked; 3: right, but slow."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 VERDICTS = {
     "right": (0, "all kernels are right, and as fast as this machine's rates let expect"),
+    "partial": (0, "what was run is right; some cases were not run, or not timed"),
+    "unchecked": (1, "nothing could be checked"),
     "slow": (3, "all kernels are right, but some are slower than this machine's rates let expect; is it idle?"),
     "wrong": (1, "some kernels failed or are wrong: please file a bug with the file of --json"),
 }
@@ -24,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="two models only: about 20 s if their kernels are built")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, for a bug report")
     parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto (default): the GPU if there is one"
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto (default): the current GPU if there is one",
     )
 
 

@@ -84,11 +84,20 @@ def _version(program: tuple[str, ...]) -> str:
     return release[0] if release else text.partition("\n")[0]
 
 
-@functools.cache
 def known_cards(compiler: Compiler) -> frozenset[int]:
     """The compute capabilities, times ten, for which it makes cubins; empty if it does not say."""
+    try:
+        return _listed_cards(compiler)
+    except subprocess.CalledProcessError:  # asked again the next time
+        return frozenset()
+    except OSError as error:
+        raise CompileError(f"{compiler.program[0]} does not start: {error}") from error
+
+
+@functools.cache
+def _listed_cards(compiler: Compiler) -> frozenset[int]:
     option = "--list-gpu-code" if compiler.name == "nvcc" else "--list"
-    done = subprocess.run([*compiler.program, option], capture_output=True, text=True, check=False)
+    done = subprocess.run([*compiler.program, option], capture_output=True, text=True, check=True)
     return frozenset(int(sm) for sm in re.findall(r"\bsm_(\d+)", done.stdout))
 
 
@@ -127,7 +136,7 @@ def looked_for(target: Target) -> str:
         else "nvcc, on PATH or in /usr/local/cuda, with g++"
     )
     found = [f"{compiler.name} is {compiler.version}" for find in (find_nvcc, find_nvrtc) if (compiler := find())]
-    too_old = f"; {' and '.join(found)}, which does not know {target.name}" if found else ""
+    too_old = f"; neither knows {target.name}: {', '.join(found)}" if found else ""
     return f"{nvcc}, and NVRTC (libnvrtc.so of the package nvidia-cuda-nvrtc or of a CUDA toolkit){too_old}"
 
 

@@ -3,22 +3,39 @@ sm_80 or PTX of compute_80 serve it: `devices.of` asks this."""
 
 from __future__ import annotations
 
+import functools
+
 from ..kernels import devices
 from . import cache, compilers
+from .cache import Store
 from .targets import PTX, Target
 
-FIRST_OF_ITS_OWN = 89  # the kernels of older cards are those of an A100
+FIRST_OF_ITS_OWN = 89  # before it no kernel and no rule of a kernel differs from those of 8.0
 
 
+@functools.cache
 def has_own_target(sm: int) -> bool:
-    """Whether kernels are compiled for it here, or else whether some are built, ahead or in the cache; also if nothing
-    could serve instead, so that errors name the card's own."""
+    """One answer for a process: plans and compiles must agree."""
     own = Target("cuda", sm)
     if sm < FIRST_OF_ITS_OWN or compilers.may_compile(own):
         return True
-    built = {entry.meta["target"] for store in (cache.aot_store(), cache.jit_store()) for entry in store.entries()}
+    if compilers.may_compile(Target("cuda", PTX)):
+        return False  # every kernel can be had as PTX, but of its own only those that a cache happens to have
     instead = {PTX, "sm_80"} if sm < 90 else {PTX}
-    return own.name in built or not (built & instead or compilers.may_compile(Target("cuda", PTX)))
+    for store in (
+        cache.aot_store(),
+        cache.jit_store(),
+    ):  # without a compiler: the package's kernels, else a copied cache
+        built = _targets(store)
+        if own.name in built:
+            return True
+        if built & instead:
+            return False
+    return True  # nothing serves, and errors name the card's own target
+
+
+def _targets(store: Store) -> set[str]:
+    return {entry.meta["target"] for entry in store.entries()}
 
 
 devices.has_own_target = has_own_target

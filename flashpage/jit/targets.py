@@ -48,7 +48,7 @@ class Target:
     @property
     def is_accelerated(self) -> bool:
         """Whether no other card runs its kernels."""
-        return self.arch in devices.CAPABILITIES and devices.CAPABILITIES[int(self.arch)].is_accelerated
+        return isinstance(self.arch, int) and devices.capability_of(self.arch).is_accelerated
 
     @property
     def binary(self) -> str:

@@ -111,7 +111,7 @@ _MANY = (
     _Row(Tile(64, 64, 4, 1, 1, 2), (55.0, 5e3, 10e3), "two CTAs an SM", 256, is_light=True, shared=_LARGEST),
     _Row(Tile(128, 64, 8, 1, 1, 1), (60.0, 4e3, 8e3), "eight warps", 256, rows=64, is_light=True, shared=LARGE),
     _Row(
-        *(Tile(128, 32, 8, 1, 1, 1), (77.0, 4e3, 8e3), "99 KiB: eight warps, where two CTAs of four do not fit", 256),
+        *(Tile(128, 32, 8, 1, 1, 1), (77.0, 4e3, 8e3), "99 KiB: eight warps (measured: 256 and 256)", 256),
         rows=64,
         is_light=True,
         columns=384,

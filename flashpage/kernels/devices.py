@@ -99,7 +99,8 @@ class Capability:
     """What all cards of a compute capability have in common."""
 
     shared_kib: int  # most shared memory of a CTA; an SM has 1 KiB more
-    flops_per_clock: int  # of an SM: dense 16-bit products with fp32 sums. GeForce cards with 99 KiB: half of it
+    flops_per_clock: int  # of an SM: dense 16-bit products with fp32 sums
+    is_half_on_geforce: bool = False  # of that rate
     abilities: tuple[str, ...] = ()
     widens_fp8: bool = False
     is_accelerated: bool = False  # kernels use instructions of its own target (sm_90a), such as wgmma and setmaxnreg
@@ -107,14 +108,14 @@ class Capability:
 
 CAPABILITIES = {
     80: Capability(163, 2048),
-    86: Capability(99, 1024),
+    86: Capability(99, 1024, True),
     87: Capability(163, 1024),
-    89: Capability(99, 1024, _BULK[:1]),
-    90: Capability(227, 4096, ABILITIES, widens_fp8=True, is_accelerated=True),
-    100: Capability(227, 8192, _BULK, widens_fp8=True, is_accelerated=True),
-    103: Capability(227, 8192, _BULK, widens_fp8=True, is_accelerated=True),
-    120: Capability(99, 1024, _BULK, is_accelerated=True),
-    121: Capability(99, 512, _BULK, is_accelerated=True),
+    89: Capability(99, 1024, True, _BULK[:1]),
+    90: Capability(227, 4096, False, ABILITIES, widens_fp8=True, is_accelerated=True),
+    100: Capability(227, 8192, False, _BULK, widens_fp8=True, is_accelerated=True),
+    103: Capability(227, 8192, False, _BULK, widens_fp8=True, is_accelerated=True),
+    120: Capability(99, 1024, True, _BULK, is_accelerated=True),
+    121: Capability(99, 512, False, _BULK, is_accelerated=True),
 }
 PTX_SM = 80  # of PTX, which runs on every later card
 
@@ -123,8 +124,12 @@ has_own_target: Callable[[int], bool] = lambda sm: True
 
 
 def capability_of(sm: int) -> Capability:
-    """The row of a compute capability; one that is not known counts as the newest known one before it."""
-    return CAPABILITIES[max((known for known in CAPABILITIES if known <= sm), default=PTX_SM)]
+    """The row of a compute capability. One that is not known counts as the newest known one before it, without what was
+    not tried there: fp8 products, and kernels of its own target."""
+    if sm in CAPABILITIES:
+        return CAPABILITIES[sm]
+    row = CAPABILITIES[max((known for known in CAPABILITIES if known < sm), default=PTX_SM)]
+    return dataclasses.replace(row, widens_fp8=True, is_accelerated=False)
 
 
 def _card(name: str, sm: int, sms: int, l2_mib: float, gbps: float, tflops: float) -> Device:
@@ -158,6 +163,9 @@ CARDS = (
     _card("GB10", 121, 48, 24, 259, 62),  # DGX Spark
 )
 
+# Some drivers tell no clocks, or tiny ones.
+_LEAST_KHZ, _USUAL_KHZ = 100_000, 1_500_000
+
 CPU = Device("CPU", 0, 1, 0, 0, 0, gbps=45.54, tflops=9.89)  # its kernel has costs of its own
 
 
@@ -184,6 +192,8 @@ def of(device: torch.device) -> Device:
     own, name = of_index(device.index or 0), env.get("FLASHPAGE_CARD")
     if not has_own_target(own.sm):
         own = dataclasses.replace(own, sm=PTX_SM)
+        if name:
+            own = dataclasses.replace(own, name=f"{own.name} without kernels of its own")
     return as_card(name, own) if name else own
 
 
@@ -220,17 +230,14 @@ def from_driver(info: native.DeviceInfo) -> Device:
     }
     if row is not None and row.sm == info.sm:
         return dataclasses.replace(row.part(info.num_sms), **known)
-    is_half = "GEFORCE" in name.upper() and info.sm in (86, 89, 120)
-    flops = capability_of(info.sm).flops_per_clock / (2 if is_half else 1)
-    like = _nearest(info.sm)  # for a driver that does not tell clocks
-    gbps = 0.95 * 2 * info.memory_khz * info.memory_bus_bits / 8e6 or like.sm_bytes_per_ns * info.num_sms
-    tflops = flops * info.num_sms * info.clock_khz / 1e9 or like.sm_flops_per_ns * info.num_sms / 1e3
+    capability = capability_of(info.sm)
+    flops = capability.flops_per_clock / (2 if capability.is_half_on_geforce and "GEFORCE" in name.upper() else 1)
+    clock_khz = info.clock_khz if info.clock_khz >= _LEAST_KHZ else _USUAL_KHZ
+    gbps = 0.95 * 2 * info.memory_khz * info.memory_bus_bits / 8e6
+    if info.memory_khz < _LEAST_KHZ or gbps <= 0.0:
+        gbps = min(CARDS, key=lambda card: abs(card.sm - info.sm)).sm_bytes_per_ns * max(1, info.num_sms)
+    tflops = flops * max(1, info.num_sms) * clock_khz / 1e9
     return Device(name, info.sm, gbps=gbps, tflops=tflops, is_estimated=True, **known)
-
-
-def _nearest(sm: int) -> Device:
-    """The row with the nearest compute capability."""
-    return min(CARDS, key=lambda card: abs(card.sm - sm))
 
 
 def row_of(driver_name: str) -> Device | None:

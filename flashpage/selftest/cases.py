@@ -96,8 +96,9 @@ class Case:
         """q and the cache, on the CPU."""
         make, count = _numbers(), math.prod(self._cache_shape)
         q = torch.randn(self._q_shape, generator=make).bfloat16().to(self.layer.q_dtype)
-        # Random numbers of a large cache would take long: the same 4 MiB of them are repeated.
-        some = torch.randn(min(1 << 20, count), generator=make).bfloat16().to(self.layer.kv_dtype)
+        # Random numbers of a large cache would take long: a million of them are repeated. Their count is odd, so that
+        # no two pages are equal.
+        some = torch.randn(min((1 << 20) - 3, count), generator=make).bfloat16().to(self.layer.kv_dtype)
         return q, some.repeat(-(-count // len(some)))[:count].view(self._cache_shape)
 
     @property

@@ -19,6 +19,7 @@ from . import rates
 from .cases import DECODE, LAYERS, LONG, PREFILL, QUICK, WORKSPACE_BYTES, Batch, Case, Layer
 
 MOST_LSE_ERROR = 2e-2
+FULL = "the card has too little free memory"
 # The least fraction of torch's read and matmul rate that a kernel has on a machine without other work. Half of what
 # kernels reach where they were measured.
 LEAST_SHARE = {"cuda": {"decode": 0.5, "prefill": 0.25}, "cpu": {"decode": 0.1, "prefill": 0.1}}
@@ -63,10 +64,14 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """right | slow | wrong"""
-        if not all(result.is_right for result in self.results) or all(result.skipped for result in self.results):
+        """right | slow | partial | unchecked | wrong"""
+        if not all(result.is_right for result in self.results):
             return "wrong"
-        return "slow" if any(result.is_slow for result in self.results) else "right"
+        if all(result.error is None for result in self.results):
+            return "unchecked"
+        if any(result.is_slow for result in self.results):
+            return "slow"
+        return "partial" if any(result.skipped for result in self.results) else "right"
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"verdict": self.verdict}
@@ -87,7 +92,12 @@ def run_selftest(device: torch.device, is_quick: bool = False) -> Report:
     timed = [Case(layer, batch, device) for layer in QUICK[: 1 if is_quick else 2] for batch in TIMED[device.type]]
     least_s = 0.2 if is_quick else 1.0
     bar = Bar(2 * len(cases) + len(timed) + 2, "selftest")
-    workspace = torch.empty(WORKSPACE_BYTES[device.type], dtype=torch.uint8, device=device)
+    try:
+        workspace = torch.empty(WORKSPACE_BYTES[device.type], dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        bar.close()
+        skipped = tuple(Result(case.name, skipped=FULL) for case in cases)
+        return Report(str(device), None, None, time.perf_counter() - start, skipped)
     _compile([*cases, *timed], workspace, bar)
     results = []
     for case in cases:
@@ -116,7 +126,7 @@ def _compile(cases: list[Case], workspace: Tensor, bar: Bar) -> None:
     be run; each is planned again later, and what fails fails again."""
 
     def plan(case: Case) -> None:
-        with contextlib.suppress(FlashpageError, RuntimeError):
+        with contextlib.suppress(FlashpageError, OSError, RuntimeError):
             case.plan(workspace)
         bar.advance(f"kernel for {case.name}")
 
@@ -129,8 +139,8 @@ def _result(name: str, measure: Callable[..., Result], *arguments: Any) -> Resul
     try:
         return dataclasses.replace(measure(*arguments), name=name)
     except torch.OutOfMemoryError:
-        return Result(name, skipped="the card has too little free memory")
-    except (FlashpageError, RuntimeError) as error:  # after an illegal access all that follows fails, too
+        return Result(name, skipped=FULL)
+    except (FlashpageError, OSError, RuntimeError) as error:  # after an illegal access all that follows fails, too
         return Result(name, failure=str(error))
     finally:
         with contextlib.suppress(RuntimeError):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from jit_sandbox import Sandbox
 
+from flashpage.base.errors import SettingError
+from flashpage.errors import CompileError
 from flashpage.jit import cache, compilers, own_targets, targets
 from flashpage.kernels import devices
 
@@ -26,7 +28,7 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compilers, "find_nvrtc", lambda: None)
     monkeypatch.setattr(devices, "of_index", lambda index: devices.CARDS[index])
     monkeypatch.setattr(targets, "device_info", lambda index: devices.CARDS[index])
-    caches = (devices.of, targets.cuda_target, targets.runnable, compilers.known_cards)
+    caches = (devices.of, targets.cuda_target, targets.runnable, compilers._listed_cards, own_targets.has_own_target)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -35,6 +37,7 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def planned(name: str) -> devices.Device:
+    own_targets.has_own_target.cache_clear()
     devices.of.cache_clear()
     return devices.of(torch.device("cuda", devices.CARDS.index(devices.named(name))))
 
@@ -74,7 +77,7 @@ def test_a_later_compiler_that_knows_the_card(monkeypatch: pytest.MonkeyPatch, t
 def test_a_compile_for_a_card_that_no_compiler_knows() -> None:
     unknown = targets.Target("cuda", 121)
     assert compilers.find_compiler(unknown) is None
-    assert re.search(r"; nvcc is .*, which does not know sm_121a$", compilers.looked_for(unknown))
+    assert re.search(r"; neither knows sm_121a: nvcc is ", compilers.looked_for(unknown))
 
 
 def test_what_compilers_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +97,40 @@ def test_without_a_compiler_built_kernels_decide(monkeypatch: pytest.MonkeyPatch
     assert planned("L40S").sm == 80 and target("L40S") == "sm_80"
     assert planned("H200").sm == 90 and target("H200") == "sm_90a"
     assert planned("A10").sm == 86 and target("A10") == "sm_86"
-    have_built(monkeypatch, "jit_store", "sm_120a", "sm_89")  # from another machine
+    have_built(monkeypatch, "jit_store", "sm_120a", "sm_89")  # some of another machine: the package has all
+    assert planned("RTX 5090").sm == 80 and planned("L40S").sm == 80
+    have_built(monkeypatch, "aot_store", "avx2")  # the package has none, and the cache was copied
     assert planned("RTX 5090").sm == 120 and target("RTX 5090") == "sm_120a"
     assert planned("L40S").sm == 89 and target("L40S") == "sm_89"
+
+
+def test_a_cache_with_some_kernels_of_a_newer_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler here makes all kernels, but as PTX."""
+    have_built(monkeypatch, "jit_store", "sm_121a")
+    assert planned("GB10").sm == 80 and target("GB10") == targets.PTX
+
+
+def test_compilers_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("no program")
+    broken.chmod(0o755)
+    with pytest.raises(CompileError, match="does not start"):
+        compilers.known_cards(compilers.Compiler("nvcc", (str(broken),)))
+    killed = tmp_path / "killed"
+    killed.write_text("#!/bin/sh\nexit 1\n")
+    killed.chmod(0o755)
+    found = compilers.Compiler("nvcc", (str(killed),))
+    assert compilers.known_cards(found) == frozenset()
+    killed.write_text("#!/bin/sh\necho sm_100\n")
+    assert compilers.known_cards(found) == {100}
+
+
+def test_a_named_card_that_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPAGE_JIT", "off")
+    monkeypatch.setenv("FLASHPAGE_CARD", "L40S")
+    have_built(monkeypatch, "aot_store", "sm_80")
+    with pytest.raises(SettingError, match="L40S without kernels of its own lacks"):
+        planned("L40S")
 
 
 def test_a_missing_kernel_is_named_by_the_cards_own_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,4 +138,5 @@ def test_a_missing_kernel_is_named_by_the_cards_own_target(monkeypatch: pytest.M
     monkeypatch.setenv("FLASHPAGE_NVCC", "off")
     have_built(monkeypatch, "aot_store", "avx2")
     have_built(monkeypatch, "jit_store")
+    own_targets.has_own_target.cache_clear()
     assert own_targets.has_own_target(120) and target("L40S") == "sm_89"

@@ -242,12 +242,20 @@ def test_a_card_without_a_row_is_estimated_from_its_clocks() -> None:
 
 
 def test_a_driver_that_tells_no_clocks() -> None:
-    """The rates are those of a card with the same compute capability, for as many SMs."""
-    info = _info("NVIDIA GeForce RTX 4060", 89, 24)
-    info.clock_khz = info.memory_khz = 0
-    card, like = devices.from_driver(info), devices.named("L4")
-    assert card.is_estimated and card.sm_bytes_per_ns == pytest.approx(like.sm_bytes_per_ns)
-    assert card.sm_flops_per_ns == pytest.approx(like.sm_flops_per_ns)
+    """The memory's rate is that of the nearest row for as many SMs; the products' follows from the usual clock."""
+    for khz in (0, 1):
+        info = _info("NVIDIA GeForce RTX 4060", 89, 24)
+        info.clock_khz = info.memory_khz = khz
+        card, like = devices.from_driver(info), devices.named("L4")
+        assert card.is_estimated and card.sm_bytes_per_ns == pytest.approx(like.sm_bytes_per_ns)
+        assert card.tflops == pytest.approx(24 * 512 * 1.5e-3)
+
+
+def test_a_capability_that_is_not_known() -> None:
+    """It has what the one before it has, without kernels that were made for that one."""
+    row = devices.capability_of(130)
+    assert row.abilities == devices.CAPABILITIES[121].abilities and row.widens_fp8 and not row.is_accelerated
+    assert devices.capability_of(75).shared_kib == devices.CAPABILITIES[80].shared_kib
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,27 @@ def test_a_card_that_fails_or_is_full(
 
     monkeypatch.setattr(cases.Case, "plan", is_full)
     assert selftest() == 0
-    assert capsys.readouterr().out.count("not run: the card has too little free memory") == 2
+    shown = capsys.readouterr().out
+    assert shown.count("not run: the card has too little free memory") == 2 and "some cases were not run" in shown
     monkeypatch.setattr(main, "_batches", lambda _: (cases.PREFILL,))
     monkeypatch.setattr(main, "TIMED", {"cpu": (cases.PREFILL,)})
     assert selftest() == 1
+    assert "nothing could be checked" in capsys.readouterr().out
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(main.torch, "empty", no_memory)
+    assert selftest() == 1
+    assert "nothing could be checked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layer", cases.LAYERS, ids=lambda layer: layer.model)
+def test_pages_differ(layer: cases.Layer) -> None:
+    """So that a kernel which reads other pages than the table's is found."""
+    for batch in (cases.DECODE, cases.LONG):
+        pages = cases.Case(layer, batch, torch.device("cpu")).tensors()[1].flatten(1).view(torch.uint8)
+        assert len({bytes(page[:4096].tolist()) for page in pages}) == len(pages)
 
 
 def test_rates_are_measured() -> None:
