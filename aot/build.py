@@ -7,12 +7,14 @@ ptxas serialises the wgmmas of a kernel.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from flashpage.base.dtypes import DType
 from flashpage.jit import BuildResult, Target, build_kernels, read_manifest
 from flashpage.jit.cache import Store, aot_store
 from flashpage.kernels.devices import CARDS
@@ -52,6 +54,18 @@ def sample(targets: Iterable[str]) -> list[Kernel]:
         for spec in (*specs.attention_specs(target), *specs.latent_specs(target)):
             found.setdefault((spec.kernel, spec.is_latent, target), (spec, target))
     return list(found.values())
+
+
+def without_fp16_twins(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Without kernels over fp16 that are in the list over bf16, too, but the first of each kernel and target. ptxas
+    gives both the same registers: their instructions differ in the type alone."""
+    kernels, kept = list(kernels), {}
+    for spec, target in kernels:
+        types = {name: getattr(spec, name) for name in ("q_dtype", "kv_dtype", "out_dtype")}
+        halves = {name: DType.BFLOAT16 for name, dtype in types.items() if dtype is DType.FLOAT16}
+        has_twin = bool(halves) and (dataclasses.replace(spec, **halves), target) in kernels
+        kept.setdefault((spec.kernel, target) if has_twin else (spec, target), (spec, target))
+    return list(kept.values())
 
 
 def from_manifest(path: Path, targets: Iterable[str] = ()) -> list[Kernel]:
@@ -124,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
             targets = given.target or usual
             kernels = sample(targets) if given.sample else listed(targets, given.default_only)
             if given.check and not (given.sample or given.default_only):
-                kernels += only_checked(targets)
+                kernels = without_fp16_twins(kernels + only_checked(targets))
     except (OSError, ValueError) as error:
         parser.error(f"{given.manifest}: not a manifest: {error}" if given.manifest else str(error))
     results = check(kernels, given.jobs) if given.check else build_into(given.output, kernels, given.jobs)
