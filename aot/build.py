@@ -7,12 +7,14 @@ ptxas serialises the wgmmas of a kernel.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from flashpage.base.dtypes import DType
 from flashpage.jit import BuildResult, Target, build_kernels, read_manifest
 from flashpage.jit.cache import Store, aot_store
 from flashpage.kernels.devices import CARDS
@@ -52,6 +54,30 @@ def sample(targets: Iterable[str]) -> list[Kernel]:
         for spec in (*specs.attention_specs(target), *specs.latent_specs(target)):
             found.setdefault((spec.kernel, spec.is_latent, target), (spec, target))
     return list(found.values())
+
+
+def without_twins(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Without kernels over fp16 that are in the list over bf16, too, and kernels over ragged KV that are in it over
+    pages, but the first twin of each kernel, loader and target. ptxas gives twins the same registers: their
+    instructions differ in the type alone, or a ragged kernel lacks the look-up of pages."""
+    kernels = list(kernels)
+    known, kept = set(kernels), dict[object, Kernel]()
+    for spec, target in kernels:
+        types = ("q_dtype", "kv_dtype", "out_dtype")
+        of_fp16 = {name: DType.BFLOAT16 for name in types if getattr(spec, name) is DType.FLOAT16}
+        of_ragged = {"kv_source": "paged"} if spec.kv_source == "ragged" else {}
+        key: object = (spec, target)
+        for changes in (of_fp16, of_ragged):
+            if changes and (dataclasses.replace(spec, **changes), target) in known:
+                key = (spec.kernel, spec.loader, target, tuple(changes))
+        kept.setdefault(key, (spec, target))
+    return list(kept.values())
+
+
+def checked(targets: Iterable[str]) -> list[Kernel]:
+    """The kernels of these targets that `--check` compiles."""
+    targets = list(targets)
+    return without_twins([*listed(targets), *only_checked(targets)])
 
 
 def from_manifest(path: Path, targets: Iterable[str] = ()) -> list[Kernel]:
@@ -122,9 +148,10 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             usual = EVERY_TARGET if given.every_target else CHECK_TARGETS if given.check else WHEEL_TARGETS
             targets = given.target or usual
-            kernels = sample(targets) if given.sample else listed(targets, given.default_only)
             if given.check and not (given.sample or given.default_only):
-                kernels += only_checked(targets)
+                kernels = checked(targets)
+            else:
+                kernels = sample(targets) if given.sample else listed(targets, given.default_only)
     except (OSError, ValueError) as error:
         parser.error(f"{given.manifest}: not a manifest: {error}" if given.manifest else str(error))
     results = check(kernels, given.jobs) if given.check else build_into(given.output, kernels, given.jobs)

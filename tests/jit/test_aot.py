@@ -90,6 +90,21 @@ def test_list_is_lean() -> None:
     assert all(target.fits(spec) for spec, target in kernels)
 
 
+def test_the_check_leaves_out_twins_alone() -> None:
+    """Of a kernel over fp16 or ragged KV that is not compiled, the one over bf16 and pages is."""
+    targets = aot_build.CHECK_TARGETS
+    every, checked = {*aot_build.listed(targets), *aot_build.only_checked(targets)}, set(aot_build.checked(targets))
+    assert checked < every
+    for spec, target in every - checked:
+        types = {n: DType.BFLOAT16 for n in ("q_dtype", "kv_dtype", "out_dtype") if getattr(spec, n) is DType.FLOAT16}
+        source = "paged" if spec.kv_source == "ragged" else spec.kv_source
+        assert (dataclasses.replace(spec, kv_source=source, **types), target) in checked, spec.name
+    for kernel, loader in {(spec.kernel, spec.loader) for spec, _ in every}:
+        for name, value in (("q_dtype", DType.FLOAT16), ("kv_source", "ragged")):
+            one_of = {(s, t) for s, t in every if (s.kernel, s.loader, getattr(s, name)) == (kernel, loader, value)}
+            assert not one_of or one_of & checked, (kernel, loader, value)
+
+
 def test_a_target_fits_where_a_kernel_is_chosen() -> None:
     """A target that needs one architecture is used on that architecture only, and the reverse."""
     for kernel in ATTENTION:

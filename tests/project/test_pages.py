@@ -14,7 +14,7 @@ import io
 import linecache
 import os
 import re
-import subprocess
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -143,15 +143,12 @@ def test_two_ranks(page: str, index: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "index"), SHELL)
 def test_shell_blocks(page: str, index: int, tmp_path: Path) -> None:
-    """`flashpage` is the command of this environment."""
-    block = blocks(page)[index]
-    command = tmp_path / "bin" / "flashpage"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flashpage "$@"\n')
-    command.chmod(0o755)
-    paths = {"PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["sh", "-e", "-c", block.code], cwd=tmp_path, env=environment() | paths, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert block.output is None or done.stdout == block.output
+    """Lines that call `flashpage`, without more of a shell: programs.py runs them in a tenth of the time."""
+    printed = ""
+    for line in blocks(page)[index].code.splitlines():
+        name, *arguments = shlex.split(line)
+        assert name == "flashpage" and not set(line) & set("|&;<>$`"), line
+        done = programs.run(["-m", name, *arguments], cwd=tmp_path, env=environment(), timeout=120)
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout
+    assert blocks(page)[index].output in (None, printed)

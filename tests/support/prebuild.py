@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
+import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -65,6 +67,22 @@ def specs_of(cases: Iterable[Case], device: str) -> Counter[Any]:
     return specs
 
 
+def shared_specs(cases: Iterable[Case], device: str) -> Counter[Any]:
+    """`specs_of` by the first worker process of a run, whose other workers read what it found: the same cases take each
+    of them seconds to plan."""
+    run, cases = os.environ.get("PYTEST_XDIST_TESTRUNUID"), list(cases)
+    if run is None:
+        return specs_of(cases, device)
+    found = native_build.folder_of("specs", run, device, *map(str, cases)) / "specs"
+    with open(found.with_name("lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            partial = found.with_name("partial")
+            partial.write_bytes(pickle.dumps(specs_of(cases, device)))
+            partial.rename(found)
+    return pickle.loads(found.read_bytes())
+
+
 @contextlib.contextmanager
 def quick_builds() -> Iterator[None]:
     """Kernels of the CPU compile at -Og, here and in processes that start now. A given FLASHPAGE_CXX stays."""
@@ -80,7 +98,7 @@ def prebuild(cases: Iterable[Case], device: str) -> int:
     """
     from flashpage import jit
 
-    specs = specs_of(cases, device)
+    specs = shared_specs(cases, device)
     rare = [spec for spec, plans in specs.items() if device == "cpu" and plans < OFTEN]
     with quick_builds():
         jit.prebuild(rare)

@@ -1,7 +1,8 @@
 """Python programs in processes of their own, without the time that importing torch takes: a server forks them.
 
 `start` and `run` do what Popen([sys.executable, *arguments]) and subprocess.run do, and keep output as text. A program
-finds torch imported, and nothing of flashpage; -c, -m and a file are all that it can start with.
+finds torch imported, and nothing of flashpage; -c, -m and a file are all that it can start with. With `imported`, a
+module of an engine, it finds that imported too, by a server with the variables of the first program that names it.
 """
 
 from __future__ import annotations
@@ -50,9 +51,20 @@ class Program:
         os.kill(self.pid, number)
 
 
-def start(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Program:
+def start(
+    arguments: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    imported: str = "",
+) -> Program:
     environment = dict(os.environ if env is None else env)
-    server = _server(*(environment.get(name) for name in READ_AT_START))
+    values = tuple(environment.get(name) for name in READ_AT_START)
+    key = imported, environment.get("PYTHONPATH", "")
+    server = _engine_servers.get(key) if imported else _server(*values)
+    if server is None:
+        server = _engine_servers[key] = _Server(environment, imported)
+        atexit.register(server.end)
     return Program(server, [str(argument) for argument in arguments], environment, cwd or Path.cwd())
 
 
@@ -62,9 +74,10 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float | None = None,
+    imported: str = "",
 ) -> Program:
     """A program that has ended."""
-    program = start(arguments, env=env, cwd=cwd)
+    program = start(arguments, env=env, cwd=cwd, imported=imported)
     program.communicate(timeout)
     return program
 
@@ -72,9 +85,9 @@ def run(
 class _Server:
     """This file as a program. It ends when its input does."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], *imported: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *imported],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -97,9 +110,13 @@ class _Server:
 
     def end(self) -> None:
         _server.cache_clear()
+        _engine_servers.clear()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+_engine_servers: dict[tuple[str, str], _Server] = {}  # by module and PYTHONPATH
 
 
 @functools.cache
@@ -115,9 +132,12 @@ def _server(*values: str | None) -> _Server:
 def serve() -> dict[str, Any] | None:
     """In the server: None at the end. In a process that it has forked: the request."""
     import gc
+    import importlib
 
     import torch  # noqa: F401
 
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     gc.freeze()  # a collection in a program would copy all pages
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
