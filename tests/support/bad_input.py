@@ -177,7 +177,6 @@ TABLE = [
     refused("prefill", "run", "use_fp16_softmax", True),
     refused("prefill", "run", "uses_spcompress", True),
     refused("prefill", "run", "lse_layout", "HN"),
-    refused("ragged", "run", "o_scale", 0.5),
     # Arguments of run that do not fit the plan.
     run("decode", "q", torch.randn(3, HEADS, DIM), "3 rows", "plan is for 2"),
     run("decode", "q", torch.randn(2, 2 * HEADS, DIM), "8 heads", "num_qo_heads=4"),
