@@ -119,13 +119,13 @@ def run(
         out = q.new_empty((q.shape[0], q.shape[1], wrapper.options.head_dim_vo), dtype=wrapper.out_dtype)
     if return_lse and lse is None:
         lse = q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
-    all_scales = (*scales, None)[:4]
-    numbers = [None if isinstance(s, torch.Tensor) else s for s in all_scales]
-    arrays = [s if isinstance(s, torch.Tensor) else None for s in all_scales]
+    numbers = [None if isinstance(s, torch.Tensor) else s for s in (*scales, None)]
+    arrays = [s if isinstance(s, torch.Tensor) else None for s in (*scales, None)]
     name = f"run_{wrapper.options.kv_source}{'_captured' if wrapper.is_graph else ''}"
     operator = getattr(torch.ops.flashpage, name)
     parts = [part for part in cache if part is not None] if isinstance(cache, tuple) else [cache]
-    operator(wrapper.handle, q, parts, out, lse, *values, *numbers, *arrays, sinks, enable_pdl)
+    of_inputs = (*numbers[:3], *arrays[:3])
+    operator(wrapper.handle, q, parts, out, lse, *values, *of_inputs, sinks, enable_pdl, numbers[3], arrays[3])
     return (out, lse) if return_lse else out
 
 
@@ -145,13 +145,13 @@ def _run(
     q_scale: float | None,
     k_scale: float | None,
     v_scale: float | None,
-    o_scale: float | None,
     q_scales: torch.Tensor | None,
     k_scales: torch.Tensor | None,
     v_scales: torch.Tensor | None,
-    o_scales: torch.Tensor | None,
     sinks: torch.Tensor | None,
     enable_pdl: bool | None,
+    o_scale: float | None = None,
+    o_scales: torch.Tensor | None = None,
 ) -> None:
     wrapper = WRAPPERS.get(handle)
     if wrapper is None:
@@ -354,8 +354,8 @@ def _nothing(*_: Any) -> None:
 _RUN_SCHEMA = (
     "(int handle, Tensor q, Tensor[] cache, Tensor(a!) out, Tensor(b!)? lse, bool causal, int window_left, "
     "float logits_soft_cap, float? sm_scale, float? rope_scale, float? rope_theta, str pos_encoding_mode, "
-    "float? q_scale, float? k_scale, float? v_scale, float? o_scale, Tensor? q_scales, Tensor? k_scales, "
-    "Tensor? v_scales, Tensor? o_scales, Tensor? sinks, bool? enable_pdl) -> ()"
+    "float? q_scale, float? k_scale, float? v_scale, Tensor? q_scales, Tensor? k_scales, Tensor? v_scales, "
+    "Tensor? sinks, bool? enable_pdl, float? o_scale=None, Tensor? o_scales=None) -> ()"
 )
 _SOURCES = "paged", "ragged", "latent", "selected"  # Options.kv_source
 _OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (

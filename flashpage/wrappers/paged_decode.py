@@ -246,7 +246,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         q_scale: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
-        o_scale: Any = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -257,6 +256,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
         lse_mode: str = BASE_2,
+        o_scale: Any = None,
     ) -> Any:
         """Attention of the planned batch.
 

@@ -277,7 +277,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         q_scale: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
-        o_scale: Any = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -291,6 +290,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         lse_base: str = "log2",
         lse_layout: str = "NH",
         lse_mode: str = BASE_2,
+        o_scale: Any = None,
     ) -> Any:
         """Attention of the planned batch.
 

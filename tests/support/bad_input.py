@@ -168,6 +168,8 @@ TABLE = [
     refused("prefill", "plan", "seq_lens_q", ints(2, 3)),
     refused("ragged", "plan", "v_indptr", ints(0, 20, 30)),
     refused("ragged", "plan", "o_indptr", ints(0, 2, 5)),
+    run("ragged", "o_scale", 0.5, "plan's outputs are float32", "o_data_type=torch.float8_e4m3fn"),
+    run("decode", "o_scale", torch.ones(2), "a tensor of shape (2,)", "leave it None"),
     run("decode", "kv_cache_sf", torch.ones(2), "shape (2,)", "pass [pages, 2, ...]"),
     run("decode", "kv_cache_sf", [torch.ones(2)] * 3, "3 entries"),
     run("decode", "kv_cache_sf", [torch.ones(PAGES, PAGE, KV_HEADS)] * 2, "has no scales of its own", "kv_format"),
