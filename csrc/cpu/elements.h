@@ -1,5 +1,5 @@
-// Conversions of single fp32, fp16, bf16 and e4m3 values without branches, so that plain loops over them vectorise on any
-// processor. (The attention kernels' own conversions, of whole vectors, are in include/flashpage/cpu/.)
+// Conversions of single fp32, fp16, bf16 and e4m3 values without branches, so that plain loops over them vectorise on
+// any processor. (The attention kernels' own conversions, of whole vectors, are in include/flashpage/cpu/.)
 #pragma once
 #include <bit>
 

@@ -19,7 +19,7 @@ struct Unit {
   const WorkItem* item;
   i32 kv_head;
   i32 num_rows;
-  i32 begin, end;  // tokens that any row may see
+  i32 begin, end;     // tokens that any row may see
   float value_scale;  // over the output's
   Row rows[tile_q];
 };

@@ -120,8 +120,8 @@ struct PrefillOutput {
 #pragma unroll
       for (int n = 0; n < S::value_tiles; n += 4) {
         const bool has_last = n + 2 < S::value_tiles;  // of the four tiles
-        const float(&first)[4] = values[n], (&second)[4] = values[n + 1];
-        const float(&third)[4] = values[has_last ? n + 2 : n], (&fourth)[4] = values[has_last ? n + 3 : n + 1];
+        const float (&first)[4] = values[n], (&second)[4] = values[n + 1];
+        const float (&third)[4] = values[has_last ? n + 2 : n], (&fourth)[4] = values[has_last ? n + 3 : n + 1];
         u32 words[2];
         int byte = lane % 4 * 4;
         if constexpr (Warps::transposes) {
