@@ -53,7 +53,8 @@ def attention(inputs: Inputs) -> torch.Tensor:
             first_bit += -(-bits // 8) * 8
         k, v = (_tokens(rows, pages, tokens, kv_indptr[request], options) for rows in (k_rows, v_rows))
         out[begin:end] = _attend(inputs, inputs.q[begin:end].double(), k, v, mask)
-    return out
+    most = torch.finfo(options.out_dtype.torch).max
+    return out.clamp(-most, most) if options.out_dtype.is_fp8 else out
 
 
 def _views(inputs: Inputs) -> tuple[View, View]:
