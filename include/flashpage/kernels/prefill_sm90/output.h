@@ -109,7 +109,7 @@ struct PrefillOutput {
     }
   }
 
-  // As put_rows. A matrix of stmatrix has two tiles, of which each lane needs four neighbouring columns.
+  // As put_rows: each lane stores words of four neighbouring columns.
   FP_DEVICE void put_fp8_rows(const float (&values)[S::value_tiles][4], int first_row, u8* tile) const {
     using Out = typename Traits::Out;
     static_assert(Traits::head_dim_vo % 16 == 0);
