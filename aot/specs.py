@@ -60,6 +60,7 @@ def cuda_specs(target: Target) -> list[KernelSpec]:
 # Kernels of prefill_sm90 that few models use and that have hardly a register to spare.
 _CHECKED_OF_HOPPER = (
     *(Ahead(E4M3, E4M3, (dim, dim), 128) for dim in (64, 256)),
+    Ahead(E4M3, E4M3, (128, 128), 128, out_dtype=E4M3),
     *(Ahead(BF16, BF16, (dim, dim), 128, rotates=True) for dim in (64, 256)),
     Ahead(BF16, BF16, (128, 128), 128, ONE_TOKEN, rotates=True),
 )

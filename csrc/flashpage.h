@@ -185,7 +185,7 @@ struct fp_kernel_info {
 typedef void (*fp_cpu_function)(const void* params, const flashpage::VariantArgs*, int32_t cta_begin, int32_t cta_end);
 FP_API fp_kernel* fp_kernel_from_function(fp_cpu_function);
 // The CPU's kernel that merges partial results (MergeParams) in a launch of one CTA; never destroyed.
-// element_type: of out, 0 fp32, 1 fp16, 2 bf16
+// element_type: of out, 0 fp32, 1 fp16, 2 bf16, 3 e4m3
 FP_API const fp_kernel* fp_cpu_merge_kernel(int32_t element_type);
 
 struct fp_device_info {

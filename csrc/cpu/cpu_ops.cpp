@@ -175,6 +175,7 @@ void merge_partials(const void* merge_params, const VariantArgs*, int32_t, int32
 template void merge_partials<float>(const void*, const VariantArgs*, int32_t, int32_t);
 template void merge_partials<Half>(const void*, const VariantArgs*, int32_t, int32_t);
 template void merge_partials<Bf16>(const void*, const VariantArgs*, int32_t, int32_t);
+template void merge_partials<E4m3>(const void*, const VariantArgs*, int32_t, int32_t);
 
 }  // namespace flashpage::host
 

@@ -86,5 +86,6 @@ const RowOps<T>& row_ops() {
 template const RowOps<float>& row_ops<float>();
 template const RowOps<Half>& row_ops<Half>();
 template const RowOps<Bf16>& row_ops<Bf16>();
+template const RowOps<E4m3>& row_ops<E4m3>();
 
 }  // namespace flashpage::host

@@ -10,7 +10,7 @@ struct RowOps {
   void (*store_scaled)(T* out, const float* sum, float scale, int n);      // out = sum * scale, rounded to nearest even
 };
 
-// T: float, Half, Bf16.
+// T: float, Half, Bf16, E4m3.
 template <class T>
 const RowOps<T>& row_ops();
 

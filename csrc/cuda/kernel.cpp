@@ -136,10 +136,12 @@ fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t, const
 }
 
 const fp_kernel* fp_cpu_merge_kernel(int32_t element_type) {
-  static const fp_kernel kernels[] = {
-      {.cpu = host::merge_partials<float>}, {.cpu = host::merge_partials<Half>}, {.cpu = host::merge_partials<Bf16>}};
-  if (element_type >= 0 && element_type < 3) return &kernels[element_type];
-  host::fail(FP_INTERNAL, "element type %d is none of 0 (fp32), 1 (fp16), 2 (bf16)", element_type);
+  static const fp_kernel kernels[] = {{.cpu = host::merge_partials<float>},
+                                      {.cpu = host::merge_partials<Half>},
+                                      {.cpu = host::merge_partials<Bf16>},
+                                      {.cpu = host::merge_partials<E4m3>}};
+  if (element_type >= 0 && element_type < 4) return &kernels[element_type];
+  host::fail(FP_INTERNAL, "element type %d is none of 0 (fp32), 1 (fp16), 2 (bf16), 3 (e4m3)", element_type);
   return nullptr;
 }
 

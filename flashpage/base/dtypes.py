@@ -74,7 +74,7 @@ _CPP = {
     DType.FLOAT8_E5M2: "flashpage::E5m2",
     DType.BYTES: "flashpage::u8",
 }
-_HOST_CODES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
+_HOST_CODES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2, DType.FLOAT8_E4M3: 3}
 _BY_NAME: dict[object, DType] = {
     **{d.value: d for d in DType.elements()},
     "half": DType.FLOAT16,

@@ -34,6 +34,7 @@ class Ahead:
     latent_format: str = latent_formats.PLAIN
     kv_format: str = kv_formats.PLAIN  # of K and V
     kv_heads: int = 8
+    out_dtype: DType | None = None  # None: as out_dtype_of says
     is_default: bool = True  # used by most models: `--default-only` builds these
 
     @property
@@ -49,7 +50,7 @@ class Ahead:
                 page_size=self.page_size,
                 q_dtype=self.q_dtype,
                 kv_dtype=self.kv_dtype,
-                out_dtype=out_dtype_of(self.q_dtype),
+                out_dtype=self.out_dtype or out_dtype_of(self.q_dtype),
                 latent_format=self.latent_format,
                 k_format=self.kv_format,
                 v_format=self.kv_format,

@@ -14,6 +14,7 @@ from .devices import H200, Device
 from .kernel import (
     FP8,
     HALF,
+    NARROW,
     AttentionKernel,
     attention_traits,
     capability,
@@ -328,7 +329,7 @@ KERNEL = AttentionKernel(
         capability(80),
         _formats,
         no_rope_over_hadamard_keys,
-        *dtypes(q=HALF + FP8, out=HALF),
+        *dtypes(q=HALF + FP8, out=NARROW),
         _columns,
         _latent_options,
     ),

@@ -81,7 +81,12 @@ KERNEL = AttentionKernel(
     header="flashpage/cpu/attention.h",
     cpp="flashpage::cpu::attention<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
-    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), _head_dims, latent_options, no_rope_over_hadamard_keys),
+    accepts=(
+        *dtypes(q=FLOAT + FP8, out=(*FLOAT, DType.FLOAT8_E4M3)),
+        _head_dims,
+        latent_options,
+        no_rope_over_hadamard_keys,
+    ),
     tile=_tile,
     cost=_cost,
     traits=_traits,

@@ -25,6 +25,7 @@ ANY_BYTES = 1 << 62
 FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 HALF = (DType.FLOAT16, DType.BFLOAT16)
 FP8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
+NARROW = (*HALF, DType.FLOAT8_E4M3)  # of outputs
 
 Rule = Callable[[Work], "str | None"]  # why the kernel cannot do the work; None: it can
 
@@ -177,6 +178,8 @@ def latent_options(work: Work) -> str | None:
     options = work.options
     if not options.is_latent:
         return None
+    if options.out_dtype.is_fp8:
+        return f"it writes no outputs of {options.out_dtype.value} over latent rows"
     if work.rotates:
         return "it does not rotate latent rows (pos_encoding_mode ROPE_LLAMA): rotate them before they are cached"
     if options.latent_format == latent_formats.PLAIN and options.kv_dtype is not options.q_dtype:

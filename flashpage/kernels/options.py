@@ -262,7 +262,7 @@ def check_options(
 
 
 def out_dtype_of(q_dtype: DType) -> DType:
-    """The output's type if the caller names none: q's, or bfloat16 for fp8 queries, because no kernel writes fp8."""
+    """The output's type if the caller names none: q's, or bfloat16 for fp8 queries, as outputs of fp8 need a scale."""
     return DType.BFLOAT16 if q_dtype.is_fp8 else q_dtype
 
 

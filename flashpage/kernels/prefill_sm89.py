@@ -7,7 +7,7 @@ from ..base.dtypes import DType
 from .ahead import E4M3, RAGGED, Ahead, more
 from .attention_sm80 import many_rows_cost
 from .kernel import (
-    HALF,
+    NARROW,
     AttentionKernel,
     Rule,
     ability,
@@ -51,7 +51,7 @@ _ACCEPTS: tuple[Rule, ...] = (
     no_latent_rows,
     no_kv_formats,
     no_rope_over_fp8,
-    *dtypes(q=(DType.FLOAT8_E4M3,), out=HALF),
+    *dtypes(q=(DType.FLOAT8_E4M3,), out=NARROW),
     _e4m3_alone,
     _no_mask_bits,
     head_dims(32, 256, 32),  # a product has 32 terms

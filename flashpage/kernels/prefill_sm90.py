@@ -17,6 +17,7 @@ from .devices import Device
 from .kernel import (
     FP8,
     HALF,
+    NARROW,
     AttentionKernel,
     attention_traits,
     capability,
@@ -305,6 +306,14 @@ def whole_rows(packed_rows: int, group_size: int) -> int:
     return packed_rows if rest * 10 > packed_rows else packed_rows - rest
 
 
+def _whole_chunks(work: Work) -> str | None:
+    """Refuses rows of fp8 that do not leave in pieces of 16 bytes."""
+    options = work.options
+    if options.head_dim_vo * options.out_dtype.size % 16 == 0:
+        return None
+    return f"head_dim_vo {options.head_dim_vo} is not a multiple of 16, which rows of {options.out_dtype.value} must be"
+
+
 def _unit_rows(spec: KernelSpec, group_size: int) -> int:
     """The packed rows of a unit: whole rows of the group, if Q and output can then be loaded and stored by boxes."""
     if spec.loader == "converted" or spec.mask_source != "implicit":
@@ -362,8 +371,9 @@ KERNEL = AttentionKernel(
         no_latent_rows,
         no_kv_formats,
         no_rope_over_fp8,
-        *dtypes(q=HALF + FP8, out=HALF),
+        *dtypes(q=HALF + FP8, out=NARROW),
         head_dims(16, 256, 8),
+        _whole_chunks,
     ),
     tile=_tile,
     cost=_cost,

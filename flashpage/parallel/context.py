@@ -175,6 +175,11 @@ class ContextParallelAttention(Unique):
                 disable_split_kv=disable_split_kv,
             )
         )
+        if options.out_dtype.is_fp8:
+            raise CapabilityError(
+                f"o_data_type={o_data_type} is not supported: outputs of ranks are merged in 16 or 32 bits. Leave it "
+                "None, and quantise the merged output."
+            )
         if mask is not None:
             options = dataclasses.replace(options, variant=mask)
         lengths = Lengths(q_indptr, local.indptr, None, local.seq_lens)

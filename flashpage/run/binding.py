@@ -24,8 +24,8 @@ from ..plan import gather_rows
 from ..plan.launches import LaunchList
 from ..plan.prepared_kernels import fill_variant, trace
 from .bound_part import BoundPart
-from .checks import NO_SCALES, Tensors, scale_views, views_of
-from .scale_arguments import scale_of, token_scales
+from .checks import NO_SCALES, Scales, Tensors, scale_views, views_of
+from .scale_arguments import out_scale_of, scale_of, token_scales
 
 if TYPE_CHECKING:
     from ..plan.mixed_batch import Part
@@ -71,7 +71,7 @@ class Binding:
         self.generation, self.signature = 0, None
         self.requests = 0  # that scales of requests must be for
         self.sinks: torch.Tensor | None = None
-        self.scales: tuple[Any, Any, Any] = NO_SCALES
+        self.scales: Scales = NO_SCALES
         self.stamps: tuple[torch.Tensor, ...] = ()
         self.kv_layout = kv_layout
         self.lse_shape: tuple[int, ...] = ()
@@ -323,13 +323,13 @@ class Binding:
             has_pdl = checks.flag("enable_pdl", enable_pdl, RunError)
         self.enable_pdl, self.args.enable_pdl = enable_pdl, has_pdl
 
-    def has_scales(self, scales: tuple[Any, Any, Any]) -> bool:
+    def has_scales(self, scales: Scales) -> bool:
         """Whether these numbers are already set; tensors may have moved."""
         return self.has_numbers and all(s is None or s.__class__ is float for s in scales) and scales == self.scales
 
-    def set_scales(self, scales: tuple[Any, Any, Any], cache: Any) -> None:
-        """Sets the scales of q, k and v: numbers go into the scales of score and output; the kernel reads tensors,
-        which may have an entry for each token of the run's cache."""
+    def set_scales(self, scales: Scales, cache: Any) -> None:
+        """Sets the scales of q, k, v and the output: numbers go into the scales of score and output; the kernel reads
+        tensors, which may have an entry for each token of the run's cache."""
         if self.has_scales(scales):
             return
         options = self.combination.options
@@ -339,15 +339,17 @@ class Binding:
         q, *q_scale = scale_of(scales[0], "q_scale", options.num_q_heads, self.device, self.requests)
         k, *k_scale = scale_of(scales[1], "k_scale", options.num_kv_heads, self.device, self.requests)
         v, *v_scale = scale_of(scales[2], "v_scale", options.num_kv_heads, self.device, self.requests)
+        of_out = out_scale_of(scales[3] if len(scales) > 3 else None, options.out_dtype, self.device)
         score_scale = checks.real("sm_scale * q_scale * k_scale", self.sm_scale * q * k, error=RunError)
+        value_scale = checks.real("v_scale / o_scale", v / of_out.number, error=RunError)
         for params in (its.params for its in self.parts):
             params.q_scale, params.q_scale_stride, params.q_scale_request_stride = q_scale
             params.k_scale, params.k_scale_stride, params.k_scale_request_stride = k_scale
             params.v_scale, params.v_scale_stride, params.v_scale_request_stride = v_scale
-            params.score_scale, params.value_scale = score_scale, v
+            params.score_scale, params.value_scale, params.out_scale = score_scale, value_scale, of_out.address
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
-    def _set_latent_scales(self, scales: tuple[Any, Any, Any], pages: int) -> None:
+    def _set_latent_scales(self, scales: Scales, pages: int) -> None:
         """Sets the scales of fp8 rows in so many pages. A number of the shared columns goes into the scales of score
         and output, and those of the tail are relative to it; the kernel applies tensors to elements."""
         _, shared, tail = scales

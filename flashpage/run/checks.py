@@ -26,10 +26,13 @@ class Tensors(NamedTuple):
     lse: torch.Tensor | None
 
 
-NO_SCALES: tuple[Any, Any, Any] = (None, None, None)  # scales of q, K and V
+Scales = tuple[Any, ...]  # of q, K and V, and where it is given, in a fourth place, of the output
+NO_SCALES: Scales = (None, None, None)
 
 
-def scales_of(q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any]:
+def scales_of(q_scale: Any, k_scale: Any, v_scale: Any, o_scale: Any) -> Scales:
+    if o_scale is not None:
+        return q_scale, k_scale, v_scale, o_scale
     if q_scale is None and k_scale is None and v_scale is None:
         return NO_SCALES  # compared by identity
     return q_scale, k_scale, v_scale

@@ -1,4 +1,4 @@
-"""The scales of q, K and V that runs are given: numbers, and tensors that the kernel reads."""
+"""The scales of q, K, V and the output that runs are given: numbers, and tensors that the kernel reads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base import checks, tensor_memory
+from ..base.dtypes import DType
 from ..base.errors import RunError
 
 
@@ -39,6 +40,21 @@ def scale_of(value: Any, name: str, heads: int, device: torch.device, requests: 
         raise RunError(f"{name} has shape {tuple(value.shape)}: pass one entry{shapes}.")
     _check_dense(value, name, value.is_contiguous())
     return Scale(1.0, tensor_memory.address(value, name, RunError), int(value.numel() > 1))
+
+
+def out_scale_of(value: Any, out_dtype: DType, device: torch.device) -> Scale:
+    """The scale that fp8 outputs are divided by, one value."""
+    if value is None:
+        return Scale()
+    if not out_dtype.is_fp8:
+        raise RunError(
+            f"o_scale={checks.shown(value)} but the plan's outputs are {out_dtype.value} and need no scale: pass "
+            "o_data_type=torch.float8_e4m3fn to plan, or leave it None."
+        )
+    found = scale_of(value, "o_scale", 1, device)
+    if not found.number > 0:
+        raise RunError(f"o_scale={found.number}: pass a positive number.")
+    return found
 
 
 def _check_dense(value: torch.Tensor, name: str, is_dense: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from ..base.kv_view import View
 from ..kernels.options import Options, RunOptions
 from ..plan.session import Planner
-from ..run.checks import NO_SCALES, views_of
+from ..run.checks import NO_SCALES, Scales, views_of
 from ..variants.variant import alibi_slopes
 
 
@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
     kv_layout: str
     q: torch.Tensor
     cache: Any
-    scales: tuple[Any, Any, Any] = NO_SCALES
+    scales: Scales = NO_SCALES
     sinks: torch.Tensor | None = None
 
 
@@ -53,7 +53,8 @@ def attention(inputs: Inputs) -> torch.Tensor:
             first_bit += -(-bits // 8) * 8
         k, v = (_tokens(rows, pages, tokens, kv_indptr[request], options) for rows in (k_rows, v_rows))
         out[begin:end] = _attend(inputs, inputs.q[begin:end].double(), k, v, mask)
-    return out
+    most = torch.finfo(options.out_dtype.torch).max
+    return out.clamp(-most, most) if options.out_dtype.is_fp8 else out
 
 
 def _views(inputs: Inputs) -> tuple[View, View]:
@@ -98,7 +99,7 @@ def _attend(inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m
     if values.pos_encoding_mode == "ROPE_LLAMA":
         scale, theta = values.rope_scale or 1.0, values.rope_theta or 1e4
         q, k = _rotated(q, position.flatten(), scale, theta), _rotated(k, token.flatten(), scale, theta)
-    q_scale, k_scale, v_scale = (_per_head(scale) for scale in inputs.scales)
+    q_scale, k_scale, v_scale, o_scale = (_per_head(scale) for scale in (*inputs.scales, None)[:4])
     q, k, v = q * q_scale, (k * k_scale).repeat_interleave(group, 1), (v * v_scale).repeat_interleave(group, 1)
     sm_scale = options.head_dim_qk**-0.5 if values.sm_scale is None else values.sm_scale
     scores = torch.einsum("rhd,thd->hrt", q, k) * sm_scale
@@ -113,7 +114,7 @@ def _attend(inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m
         sink = inputs.sinks.double().view(-1, 1, 1).expand(-1, rows, 1)
         scores, v = torch.cat([scores, sink], -1), torch.cat([v, v.new_zeros(1, *v.shape[1:])])
     weights = torch.softmax(scores, -1).nan_to_num(0.0)  # rows that see no token have out = 0
-    return torch.einsum("hrt,thd->rhd", weights, v)
+    return torch.einsum("hrt,thd->rhd", weights, v) / o_scale
 
 
 def _visible(options: Options, values: RunOptions, position: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .calls import DOORS
 from .dump import Call, load, strided_copy
 
 # The least difference that counts, as a share of a value and of 1: about four roundings of the output's type.
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float8_e4m3fn: 0.25}
 
 
 class UnkeptError(SettingError):

@@ -36,6 +36,7 @@ from ..plan.session import Planner, current_stream
 from ..run.binding import Binding
 from ..run.checks import (
     NO_SCALES,
+    Scales,
     Tensors,
     as_cache,
     check_cache,
@@ -229,12 +230,12 @@ class Attention(Unique):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         values: RunOptions | None = None,
-        scales: tuple[Any, Any, Any] = NO_SCALES,
+        scales: Scales = NO_SCALES,
         sinks: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
     ) -> Any:
         """Runs one layer: in C at once, or through the operator if torch traces or intercepts calls. `values` None: as
-        planned; `scales`: of q, k and v."""
+        planned; `scales`: of q, k and v, and of fp8 outputs."""
         if values is None:
             values = self.values
         if is_dynamo_compiling() or _len_torch_dispatch_stack():
@@ -298,7 +299,7 @@ class Attention(Unique):
         values: RunOptions,
         tensors: Tensors,
         return_lse: bool,
-        scales: tuple[Any, Any, Any],
+        scales: Scales,
         sinks: torch.Tensor | None,
         enable_pdl: bool | None,
     ) -> Any:

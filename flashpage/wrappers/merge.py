@@ -9,7 +9,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import RunError
-from ..run.checks import NO_SCALES
+from ..run.checks import NO_SCALES, Scales
 from . import operators
 from .lse_mode import BASE_2, LN_2, LOG2_E, in_base_e, is_natural
 
@@ -108,7 +108,7 @@ def part_of(
     q: torch.Tensor,
     cache: Any,
     values: RunOptions | None = None,
-    scales: tuple[Any, Any, Any] = NO_SCALES,
+    scales: Scales = NO_SCALES,
 ) -> Part:
     """Runs the attention of one part."""
     return lambda out, lse: attention.run(q, cache, out, lse, values=values, scales=scales)

@@ -28,7 +28,7 @@ from ..kernels.options import Options, RunOptions
 from ..kernels.spec import KernelSpec
 from ..native import fastcall
 from ..plan.session import current_stream
-from ..run.checks import Tensors, cache_of, check_places, has_pages, scales_of
+from ..run.checks import Scales, Tensors, cache_of, check_places, has_pages, scales_of
 
 _ROWS_PER_CTA = 8  # merge_states and append: one row for each warp
 _CONTIGUOUS = torch.contiguous_format
@@ -109,7 +109,7 @@ def run(
     values: tuple[Any, ...],
     tensors: Tensors,
     return_lse: bool,
-    scales: tuple[Any, Any, Any],
+    scales: Scales,
     sinks: torch.Tensor | None,
     enable_pdl: bool | None,
 ) -> Any:
@@ -119,12 +119,13 @@ def run(
         out = q.new_empty((q.shape[0], q.shape[1], wrapper.options.head_dim_vo), dtype=wrapper.out_dtype)
     if return_lse and lse is None:
         lse = q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
-    numbers = [None if isinstance(s, torch.Tensor) else s for s in scales]
-    arrays = [s if isinstance(s, torch.Tensor) else None for s in scales]
+    numbers = [None if isinstance(s, torch.Tensor) else s for s in (*scales, None)]
+    arrays = [s if isinstance(s, torch.Tensor) else None for s in (*scales, None)]
     name = f"run_{wrapper.options.kv_source}{'_captured' if wrapper.is_graph else ''}"
     operator = getattr(torch.ops.flashpage, name)
     parts = [part for part in cache if part is not None] if isinstance(cache, tuple) else [cache]
-    operator(wrapper.handle, q, parts, out, lse, *values, *numbers, *arrays, sinks, enable_pdl)
+    of_inputs = (*numbers[:3], *arrays[:3])
+    operator(wrapper.handle, q, parts, out, lse, *values, *of_inputs, sinks, enable_pdl, numbers[3], arrays[3])
     return (out, lse) if return_lse else out
 
 
@@ -149,6 +150,8 @@ def _run(
     v_scales: torch.Tensor | None,
     sinks: torch.Tensor | None,
     enable_pdl: bool | None,
+    o_scale: float | None = None,
+    o_scales: torch.Tensor | None = None,
 ) -> None:
     wrapper = WRAPPERS.get(handle)
     if wrapper is None:
@@ -157,11 +160,8 @@ def _run(
         )
     values = RunOptions(causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
     parts = cache_of(cache, wrapper.options)
-    scales = scales_of(
-        q_scale if q_scales is None else q_scales,
-        k_scale if k_scales is None else k_scales,
-        v_scale if v_scales is None else v_scales,
-    )
+    numbers, arrays = (q_scale, k_scale, v_scale, o_scale), (q_scales, k_scales, v_scales, o_scales)
+    scales = scales_of(*(array if number is None else number for number, array in zip(numbers, arrays, strict=True)))
     wrapper.run(q, parts, out, lse, False, values, scales, sinks, enable_pdl)
 
 
@@ -355,7 +355,7 @@ _RUN_SCHEMA = (
     "(int handle, Tensor q, Tensor[] cache, Tensor(a!) out, Tensor(b!)? lse, bool causal, int window_left, "
     "float logits_soft_cap, float? sm_scale, float? rope_scale, float? rope_theta, str pos_encoding_mode, "
     "float? q_scale, float? k_scale, float? v_scale, Tensor? q_scales, Tensor? k_scales, Tensor? v_scales, "
-    "Tensor? sinks, bool? enable_pdl) -> ()"
+    "Tensor? sinks, bool? enable_pdl, float? o_scale=None, Tensor? o_scales=None) -> ()"
 )
 _SOURCES = "paged", "ragged", "latent", "selected"  # Options.kv_source
 _OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (

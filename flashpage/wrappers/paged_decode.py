@@ -13,7 +13,7 @@ from ..base.errors import FlashpageError, RunError
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths, check_numbers
-from ..run.checks import NO_SCALES
+from ..run.checks import NO_SCALES, scales_of
 from .adapter import Adapter
 from .base import DECODE
 from .engine_access.attributes import PagedState, Written
@@ -122,16 +122,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             last_page_len: [batch], tokens in each request's last page, 1 to page_size (0 too where it has no
                 pages). None: `seq_lens` gives the tokens, or each page has one.
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
-            head_dim: of q, K and V.
-            page_size: tokens a page.
+            head_dim, page_size: columns of q, K and V; tokens of a page.
             pos_encoding_mode: "NONE", "ROPE_LLAMA" (the kernel rotates q and K) or "ALIBI", whose bias is 0 at
                 the row's own token: FlashInfer's is larger by slope * (KV length - query length), see the README.
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: no cap.
             q_data_type, kv_data_type, o_data_type: types of q ("float16"), of the cache (q's; torch.uint8: nvfp4) and
                 of the output (q's, or "bfloat16" if that is fp8).
-            data_type: the cache's type if kv_data_type is not given.
-            sm_scale: multiplies the scores; None: head_dim ** -0.5.
+            data_type, sm_scale: the cache's type if kv_data_type is None; the factor of scores (head_dim ** -0.5).
             rope_scale, rope_theta: for ROPE_LLAMA; None: 1 and 1e4.
             non_blocking: whether copies of page numbers may be asynchronous.
             block_tables: [batch, pages], a row of page numbers for each request: in place of `indices` if that is None,
@@ -258,6 +256,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
         lse_mode: str = BASE_2,
+        o_scale: Any = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -266,14 +265,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V)
                 without the 2; without the page_size dimension: pages of one token.
             q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry, of [heads], [batch, heads] or [batch, 1].
+            o_scale: divides outputs of float8_e4m3fn: a number, or an fp32 tensor of one entry.
             kv_cache_sf: the scales of K and V in nvfp4 or in a kv_format, a pair or a tensor [pages, 2, ...]: of nvfp4
                 float8_e4m3fn with head_dim / 16 columns; of others fp32, without that dimension.
             out: [batch * q_len_per_req, num_qo_heads, head_dim], written in place; None: allocated.
             lse: [batch * q_len_per_req, num_qo_heads] fp32, base 2, written in place. A row that sees no token has
                 out = 0 and lse = -inf, or sink * log2(e) with sinks.
-            return_lse: also return lse.
+            return_lse, window_left: also return lse; replaces the planned one for this run.
             enable_pdl: programmatic dependent launch; None: if the card has it.
-            window_left: replaces the planned one for this run.
             sinks: [num_qo_heads] fp32, natural-log units, which join the denominator, and so the lse.
             lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
         """
@@ -284,7 +283,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             self._check_q_len(q_len_per_req)
             paged_kv_cache = kv_view.with_scales(paged_kv_cache, kv_cache_sf)
         values = self._now if window_left is None else self._values(window_left)
-        scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
+        is_unscaled = q_scale is k_scale is v_scale is o_scale is None
+        scales = NO_SCALES if is_unscaled else scales_of(q_scale, k_scale, v_scale, o_scale)
         if lse_mode is not BASE_2:
             return self._attention.run_of(lse_mode)(
                 q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl

@@ -14,7 +14,7 @@ from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths
 from ..plan.page_indices import Mask
-from ..run.checks import NO_SCALES
+from ..run.checks import NO_SCALES, scales_of
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
 from .lse_mode import BASE_2, mode_of
@@ -290,6 +290,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         lse_base: str = "log2",
         lse_layout: str = "NH",
         lse_mode: str = BASE_2,
+        o_scale: Any = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -299,6 +300,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
                 without the 2; without the page_size dimension: pages of one token.
             q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry, one for each head, [batch, heads] or
                 [batch, 1].
+            o_scale: divides outputs of float8_e4m3fn: a number, or an fp32 tensor of one entry.
             kv_cache_sf: the scales of K and V in nvfp4 or in a kv_format, a pair or a tensor [pages, 2, ...]: of nvfp4
                 float8_e4m3fn with head_dim / 16 columns; of others fp32, without that dimension.
             out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
@@ -322,7 +324,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             paged_kv_cache = kv_view.with_scales(paged_kv_cache, kv_cache_sf)
             lse_mode = mode_of(lse_base, lse_mode)
         values = self._now if window_left is None else self._values(window_left)
-        scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
+        is_unscaled = q_scale is k_scale is v_scale is o_scale is None
+        scales = NO_SCALES if is_unscaled else scales_of(q_scale, k_scale, v_scale, o_scale)
         if lse_mode is not BASE_2:
             return self._attention.run_of(lse_mode)(
                 q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl

@@ -11,7 +11,7 @@ from ..base import checks, kv_view
 from ..base.errors import RunError
 from ..plan.capacity import Capacity
 from ..plan.page_indices import Mask
-from ..run.checks import NO_SCALES
+from ..run.checks import NO_SCALES, scales_of
 from ..variants.multi_item import ItemArguments
 from .base import RAGGED
 from .engine_access.attributes import array_of_plan
@@ -171,7 +171,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         q_scale: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
-        o_scale: float | None = None,
+        o_scale: Any = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -190,6 +190,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             k, v: [tokens, num_kv_heads, head_dim_qk or head_dim_vo] (HND: heads first), any strides.
             q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry, one for each head, [batch, heads] or
                 [batch, 1].
+            o_scale: divides outputs of float8_e4m3fn: a number, or an fp32 tensor of one entry.
             kv_cache_sf: (k_sf, v_sf), as BatchPrefillWithPagedKVCacheWrapper.run takes them, without pages.
             out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
             lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place. A row that sees no token has
@@ -207,10 +208,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         if not (kv_cache_sf is None and lse_base == "log2" and lse_layout == "NH"):
             checks.refuse_run_options(None, None, None, lse_layout)
             lse_mode = mode_of(lse_base, lse_mode)
-        if o_scale is not None:
-            checks.refuse("o_scale", o_scale)
         values = self._now if window_left is None else self._values(window_left)
-        scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
+        is_unscaled = q_scale is k_scale is v_scale is o_scale is None
+        scales = NO_SCALES if is_unscaled else scales_of(q_scale, k_scale, v_scale, o_scale)
         kv = (k, v) if kv_cache_sf is None else kv_view.with_scales((k, v), kv_cache_sf)
         if lse_mode is not BASE_2:
             return self._attention.run_of(lse_mode)(q, kv, out, lse, return_lse, values, scales, sinks, enable_pdl)

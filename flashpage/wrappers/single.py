@@ -16,6 +16,7 @@ from ..kernels import kv_formats
 from ..plan.lengths import Lengths
 from ..plan.page_indices import NO_PAGES, Mask
 from ..plan.session import current_stream
+from ..run.checks import Scales
 from .base import RAGGED, Attention
 from .plan_arguments import PrefillArguments
 
@@ -101,6 +102,7 @@ def single_prefill_with_kv_cache(
     v_scale: Any = None,
     *,
     lse_mode: str = "base2",
+    o_scale: Any = None,
     **own: Any,
 ) -> Any:
     """Attention of the rows of one request.
@@ -111,6 +113,7 @@ def single_prefill_with_kv_cache(
         scale_q, scale_k, scale_v: numbers, or fp32 tensors of one entry or one for each head; k_scale and v_scale
             are other names for two of them.
         o_dtype: type of the output; None: q's, or bfloat16 if that is fp8.
+        o_scale: divides outputs of float8_e4m3fn: a number, or an fp32 tensor of one entry.
         custom_mask: [q_len, kv_len] bool, True: visible; it replaces causal.
         packed_custom_mask: the mask as bits, `packbits(mask.flatten(), bitorder="little")`.
         kv_cache_sf: (k_sf, v_sf), the scales of K and V in nvfp4 (uint8 or fp4) or in another kv_format.
@@ -128,6 +131,7 @@ def single_prefill_with_kv_cache(
         scale_q,
         _one_of("scale_k", scale_k, "k_scale", k_scale),
         _one_of("scale_v", scale_v, "v_scale", v_scale),
+        *(() if o_scale is None else (o_scale,)),
     )
     try:
         return _run(
@@ -150,7 +154,7 @@ def _run(
     v: torch.Tensor,
     kv_layout: str,
     options: dict[str, Any],
-    scales: tuple[Any, Any, Any],
+    scales: Scales,
     lse: tuple[bool, str],
     kv_cache_sf: Any,
     mask: Mask | None = None,

@@ -9,7 +9,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import CapabilityError, RunError, named
-from ..run.checks import NO_SCALES
+from ..run.checks import scales_of
 from .function_plans import Tables, plan_of
 from .plan_arguments import DecodeArguments, PrefillArguments
 
@@ -18,7 +18,6 @@ _REASONS = {
     "mask": "rows of a request are causal among themselves without it: leave it None",
     "o_sf_scale": "outputs are 16 or 32 bits wide and need no scale: leave it None",
     "o_sf_vec_size": "outputs are 16 or 32 bits wide and need no scale: leave it None",
-    "o_scale": "outputs are 16 or 32 bits wide and need no scale: leave it None or 1",
     "bmm1_scale_log2": "pass the scale of the scores as bmm1_scale",
     "enable_block_sparse_attention": "use BlockSparseAttentionWrapper",
     "causal_seqlens_kv_global": "use flashpage.parallel.ContextParallelAttention",
@@ -48,6 +47,7 @@ class _Call(NamedTuple):
     block_tables: Any
     seq_lens: Any
     scales: tuple[Any, Any]  # of scores and of the output: bmm1_scale and bmm2_scale
+    o_scale: Any  # of fp8 outputs, which it divides; None: 1
     out: Any
     out_dtype: Any
     sinks: Any
@@ -110,6 +110,7 @@ def trtllm_batch_decode_with_kv_cache(
         window_left: tokens visible left of the row's own; -1: all.
         out: [rows, num_qo_heads, head_dim], written in place; None: allocated.
         out_dtype: type of the output; None: of `out`, or of the query.
+        o_scale: divides outputs of float8_e4m3fn: a number, or an fp32 tensor of one entry.
         sinks: [num_qo_heads] fp32, natural-log units.
         kv_layout: "HND" or "NHD".
         q_len_per_req: rows of each request; None: cum_seq_lens_q says.
@@ -121,7 +122,6 @@ def trtllm_batch_decode_with_kv_cache(
     refuse(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
-        o_scale=unless(o_scale, 1),
         mask=mask,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         kv_cache_sf=kv_cache_sf,
@@ -136,7 +136,8 @@ def trtllm_batch_decode_with_kv_cache(
     )
     check_tables(uses_shared_paged_kv_idx, backend)
     call = _Call(
-        *(query, kv_cache, block_tables, seq_lens, (bmm1_scale, bmm2_scale), out, out_dtype, sinks, kv_layout),
+        *(query, kv_cache, block_tables, seq_lens, (bmm1_scale, bmm2_scale), unless(o_scale, 1)),
+        *(out, out_dtype, sinks, kv_layout),
         *(enable_pdl, lse, return_lse),
     )
     if (cum_seq_lens_q is None) == (q_len_per_req is None):
@@ -201,7 +202,7 @@ def trtllm_batch_context_with_kv_cache(
     )
     check_tables(uses_shared_paged_kv_idx, backend)
     call = _Call(
-        *(query, kv_cache, block_tables, seq_lens, (bmm1_scale, bmm2_scale), out, out_dtype, sinks, kv_layout),
+        *(query, kv_cache, block_tables, seq_lens, (bmm1_scale, bmm2_scale), None, out, out_dtype, sinks, kv_layout),
         *(enable_pdl, lse, return_lse),
     )
     checks.tensor(seq_lens, "seq_lens", RunError)
@@ -226,7 +227,7 @@ def _run(call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: in
     token, head = (1, 2) if layout == "NHD" else (2, 1)
     sm_scale, q_scale = scale_of(call.scales[0], "bmm1_scale")
     v_number, v_tensor = scale_of(call.scales[1], "bmm2_scale")
-    scales = (q_scale, None, v_tensor if v_number == 1 else v_number)
+    scales = scales_of(q_scale, None, v_tensor if v_number == 1 else v_number, call.o_scale)
     heads = (query.shape[1], k.shape[head], query.shape[2], k.shape[token])
     types = {
         "q_data_type": query.dtype,
@@ -251,7 +252,6 @@ def _run(call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: in
     plan = plan_of(query.device, layout, arguments)
     values = plan.values._replace(sm_scale=sm_scale)  # differs between the layers of an fp8 cache, unlike the plan
     sinks = call.sinks[0] if call.sinks.__class__ is list and len(call.sinks) == 1 else call.sinks
-    scales = NO_SCALES if scales == NO_SCALES else scales
     out = call.out
     if out is None and q_indptr is not None:  # rows of no request are not written
         out = query.new_zeros((*query.shape[:2], v.shape[3]), dtype=plan.options.out_dtype.torch)

@@ -239,8 +239,8 @@ def test_fp8_queries_have_16_bit_outputs(batch: Batch, q_dtype: torch.dtype) -> 
         assert wrapper.run(batch.q_decode.to(q_dtype), batch.cache.to(q_dtype)).dtype == expected
     with pytest.raises(CapabilityError, match="kv_data_type bfloat16 is neither"):
         wrapper.plan(*batch.pages(), HEADS, KV_HEADS, DIM, PAGE, q_data_type=q_dtype, kv_data_type="bfloat16")
-    with pytest.raises(CapabilityError, match="o_data_type float8"):
-        wrapper.plan(*batch.pages(), HEADS, KV_HEADS, DIM, PAGE, q_data_type=q_dtype, o_data_type=q_dtype)
+    with pytest.raises(CapabilityError, match="o_data_type float8_e5m2"):
+        wrapper.plan(*batch.pages(), HEADS, KV_HEADS, DIM, PAGE, q_data_type=q_dtype, o_data_type=torch.float8_e5m2)
 
 
 def test_deprecated_positions(batch: Batch) -> None:

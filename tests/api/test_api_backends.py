@@ -55,7 +55,7 @@ def problem(packed_rows: int = 4, **changed: Any) -> Problem:
         (problem(head_dim_qk=256, head_dim_vo=64), 120, f"it has no head dims of 256 and 64 {SMALL}"),
         (problem(128), 90, "a request and KV head have 128 packed rows (query rows x query heads), it takes 64"),
         (problem(position_encoding="ROPE_LLAMA"), 90, ""),
-        (problem(out_dtype=DType.FLOAT32), 90, "o_data_type float32 is not among float16, bfloat16"),
+        (problem(out_dtype=DType.FLOAT32), 90, "o_data_type float32 is not among float16, bfloat16, float8_e4m3fn"),
     ],
 )
 def test_what_the_hopper_decode_kernel_refuses(given: Problem, sm: int, reason: str) -> None:

@@ -118,7 +118,7 @@ def test_positional_parameters(name: str) -> None:
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     expected = SIGNATURES[name].split()
     assert shown([p for p in positional if "." not in name or p.name != "self"]) == expected
-    ours = {"lse_mode", "variant", "max_batch", "max_pages", "max_kv_rows", "max_rows", "kv_format"}
+    ours = {"lse_mode", "variant", "max_batch", "max_pages", "max_kv_rows", "max_rows", "kv_format", "o_scale"}
     ours |= {"kv_cache_sf", "k_scale", "v_scale"} if "append" in name or "decode" in name else set()
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= ours
 

@@ -214,7 +214,6 @@ def test_layers_share_plans_of_equal_options() -> None:
 
 REFUSED = {
     "mask": torch.zeros(1),
-    "o_scale": 0.5,
     "o_sf_scale": 1.0,
     "o_sf_vec_size": 16,
     "kv_cache_sf": (torch.zeros(1), torch.zeros(1)),
@@ -241,6 +240,16 @@ def test_arguments_of_other_kernels_are_refused(name: str) -> None:
     if name in SIGNATURES["context"] and name != "out_dtype":
         with pytest.raises(CapabilityError, match=name):
             batch.context(batch.halves, **{name: REFUSED[name]})
+
+
+def test_outputs_of_e4m3_are_divided_by_their_scale() -> None:
+    batch = Batch((1, 1, 1, 1), "cpu")
+    exact, _ = batch.expected(sm_scale=DIM**-0.5)
+    found = batch.decode(batch.halves, out_dtype=torch.float8_e4m3fn, o_scale=0.25)[0]
+    assert found.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(found.double(), exact * 4, rtol=2**-4, atol=2**-10)
+    with pytest.raises(RunError, match="o_scale=0.25 but the plan's outputs are float32"):
+        batch.decode(batch.halves, o_scale=0.25)
 
 
 def test_wrong_arguments() -> None:

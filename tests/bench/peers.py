@@ -82,7 +82,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
-def planned(module_name: str, lengths: Lengths, **options: object) -> Any:
+def planned(module_name: str, lengths: Lengths, o_data_type: torch.dtype | None = None, **options: object) -> Any:
     """A wrapper of flashpage, or of a library with its interface, that has planned the case."""
     module, case = importlib.import_module(module_name), lengths.case
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=lengths.device)
@@ -91,6 +91,8 @@ def planned(module_name: str, lengths: Lengths, **options: object) -> Any:
     more: dict[str, Any] = {"q_data_type": case.q_dtype, "kv_data_type": case.kv_dtype}
     if case.soft_cap:
         more["logits_soft_cap"] = case.soft_cap
+    if o_data_type is not None:
+        more["o_data_type"] = o_data_type
     if not case.page_size:
         ragged = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", **options)
         more |= {"head_dim_vo": case.head_dim_vo} if case.head_dim_vo else {}
@@ -107,9 +109,9 @@ def planned(module_name: str, lengths: Lengths, **options: object) -> Any:
     return paged
 
 
-def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
+def wrapper_call(module_name: str, batch: Batch, o_data_type: torch.dtype | None = None, **options: object) -> Call:
     """flashpage, and libraries with its interface."""
-    wrapper = planned(module_name, batch, **options)
+    wrapper = planned(module_name, batch, o_data_type, **options)
     if batch.case.page_size:
         return lambda: wrapper.run(batch.q, batch.cache)
     return lambda: wrapper.run(batch.q, batch.k, batch.v)
@@ -190,6 +192,7 @@ def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
 PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: module that it needs, how it is called
     "flashpage": ("flashpage", lambda batch: wrapper_call("flashpage", batch)),
     "flashpage sm80": ("flashpage", sm80_call),
+    "flashpage e4m3 out": ("flashpage", lambda batch: wrapper_call("flashpage", batch, torch.float8_e4m3fn)),
     "flashinfer fa2": ("flashinfer", lambda batch: wrapper_call("flashinfer", batch, **_flashinfer(batch, "fa2"))),
     "flashinfer fa3": (
         "flashinfer",

@@ -17,7 +17,7 @@ from cases import CASES
 from cases.case import Case
 from comparison import Mismatch, compare
 from harness import Runner
-from inputs import Inputs, hidden_tokens, is_ragged, make_inputs, reference_states
+from inputs import Inputs, hidden_tokens, is_ragged, make_inputs, reference_states, scaled
 from reference import LOG2_E, Options, State, attention
 
 BY_NAME = {case.name: case for case in CASES}
@@ -33,12 +33,15 @@ class Honest:
         made = Runner(self.inputs, "cpu", None).make_outputs()
         begin = 0
         for request, rows in enumerate(self.inputs.q):
-            state = self.request(request, rows)
+            state = self.finished(self.request(request, rows))
             made.out[begin : begin + len(rows)] = state.out.to(made.out.dtype)
             lse = state.lse / LOG2_E if self.case.lse_mode == "basee" else state.lse
             made.lse[begin : begin + len(rows)] = lse.float()
             begin += len(rows)
         return made
+
+    def finished(self, state: State) -> State:
+        return scaled(self.case, state)
 
     def request(self, request: int, q: torch.Tensor) -> State:
         k, v = (self.without_hidden(request, self.rows(request, side)) for side in (0, 1))
@@ -123,6 +126,21 @@ class NeighbouringScales(Honest):
         return format_rows.values(self.case, side, self.tokens(request, self.inputs.cache.rows()[side]), shifted)
 
 
+class UnscaledOutputs(Honest):
+    """Does not divide outputs by their scale."""
+
+    def finished(self, state: State) -> State:
+        return state
+
+
+class LowOutputs(Honest):
+    """Rounds outputs of e4m3 as if they were half a step lower."""
+
+    def finished(self, state: State) -> State:
+        state = super().finished(state)
+        return dataclasses.replace(state, out=state.out * (1 - 2**-4))
+
+
 class WrongHeads(Honest):
     """Assigns query heads to KV heads round-robin instead of in groups."""
 
@@ -200,6 +218,8 @@ FAULTS = {
     "rope scale ignored": (other_options(rope=(1.0, 5e5)), "rope-scaled"),
     "k scale ignored": (other_options(k_scale=1.0), "scales-float"),
     "v scale by the wrong head": (other_options(v_scale=torch.tensor([0.6, 0.3])), "scales-per_head-decode"),
+    "scale of outputs ignored": (UnscaledOutputs, "o8-prefill"),
+    "outputs half a step low": (LowOutputs, "o8-prefill"),
     "variant's mask ignored": (other_options(mask_mod=None), "variant-documents"),
     "scale off by half a percent": (other_options(sm_scale=0.125 * 1.005), "dtype-float32-same"),
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from flashpage.kernels.work import Problem, Work
 
 _LENGTHS = (0, 1, 31, 32, 33, 7, 130, 5, 17, 64, 65, 0, 12, 28, 30, 257, 2, 600)
 _ONES = (1,) * len(_LENGTHS)
+_O8: dict[str, Any] = {"o_dtype": "float8_e4m3fn"}
 CASES = [
     Case("short-page-16", "boxes, a slot or less next to several slots", _LENGTHS, _ONES, num_q_heads=6, sinks=True),
     Case("short-page-1", "rows, a slot or less next to several slots", _LENGTHS, _ONES, num_q_heads=20, page_size=1),
@@ -36,6 +38,8 @@ CASES = [
     Case(
         "pieces-d-192", "two jobs a row, in 36 pieces", (1125, 20), (1, 1), num_q_heads=9, num_kv_heads=1, head_dim=192
     ),
+    Case("short-o8", "outputs of e4m3", _LENGTHS, _ONES, num_q_heads=6, o_scale="tensor", **_O8),
+    Case("pieces-o8", "merged", (1190,), (1,), num_q_heads=12, num_kv_heads=1, o_scale="tensor", **_O8),
     Case("pieces-shared", "three rows in 38 pieces: warps share a row", (1190,), (1,), num_q_heads=3, num_kv_heads=1),
 ]
 
@@ -48,9 +52,9 @@ def spec_of(case: Case) -> KernelSpec:
 
 
 def options_of(case: Case) -> Options:
-    bf16 = DType.of(torch.bfloat16)
+    bf16, out = DType.of(torch.bfloat16), DType.of(case.out_type)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim)
-    return Options("paged", *heads, case.page_size, bf16, bf16, bf16, causal=case.causal)
+    return Options("paged", *heads, case.page_size, bf16, bf16, out, causal=case.causal)
 
 
 def planned(case: Case, spec: KernelSpec) -> tuple[np.ndarray, native.PlanResult]:
@@ -79,7 +83,7 @@ def run(case: Case, inputs: Inputs, times: int, most_pieces: int) -> tuple[torch
     assert spec.tile is not None
     data, result = planned(case, spec)
     k, v = inputs.cache.argument("cpu")
-    out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=torch.bfloat16)
+    out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
     lse = torch.full((len(q), case.num_q_heads), math.nan)
     partial_out = torch.full((result.num_partial_rows + 1, case.value_dim), math.nan)
     partial_lse = torch.full((result.num_partial_rows + 1,), math.nan)
@@ -115,7 +119,7 @@ def run(case: Case, inputs: Inputs, times: int, most_pieces: int) -> tuple[torch
         merge = native.MergeParams(head_dim_vo=case.value_dim)
         for name, _ in native.MergeParams._fields_:
             setattr(merge, name, getattr(params, name, getattr(merge, name)))
-        flags = ("-DOUT=Bf16", "-DBY_COLUMNS=0")
+        flags = (f"-DOUT={'E4m3' if case.has_fp8_output else 'Bf16'}", "-DBY_COLUMNS=0")
         ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
     return out, lse, left
 

@@ -26,6 +26,7 @@ from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.work import Problem
 
 _E4M3 = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
+_O8 = {"o_dtype": "float8_e4m3fn"}
 _ROPE = {"position": "ROPE_LLAMA"}
 # Names of cards decide the tile.
 CASES = [
@@ -59,6 +60,13 @@ CASES = [
         decode("few-rope", "keys are converted and rotated", (70,), kv_format="int8_token", **_ROPE),
     ),
     ("A100", "attention_sm80", prefill("rope", "the same", (20,), (90,), kv_format="nvfp4", head_dim=128, **_ROPE)),
+    (
+        *("A100", "attention_sm80"),
+        prefill("o8", "e4m3 outputs, 32 bytes by four lanes", (40,), (90,), head_dim=128, o_scale="float", **_O8),
+    ),
+    ("A100", "attention_sm80", prefill("o8-dim-72", "by pairs", (20,), (90,), head_dim=72, o_scale="tensor", **_O8)),
+    ("A10", "attention_sm80", decode("few-o8", "by pairs", (70, 0, 9), o_scale="tensor", **_O8)),
+    ("RTX 4090", "prefill_sm89", prefill("o8-fp8", "by pairs", (40,), (150,), o_scale="small", **_O8, **_E4M3)),
     ("A10", "attention_sm80", decode("few-pair", "six scales a row", (70,), kv_format="nvfp4+int8_token", head_dim=96)),
 ]
 

@@ -12,7 +12,8 @@ from native_build import shared_library
 from flashpage import native
 from flashpage.native import records
 
-OUTS = {"Bf16": torch.bfloat16, "Half": torch.float16}
+OUTS = {"Bf16": torch.bfloat16, "Half": torch.float16, "E4m3": torch.float8_e4m3fn}
+UNIT = {"Bf16": 2**-8, "Half": 2**-8, "E4m3": 2**-4}
 PARTIALS = (1, 2, 3, 4, 5, 8, 9, 31, 32, 33, 40, *[2] * 6)  # with 64 rows each enough for whole rows by warps
 
 
@@ -76,7 +77,7 @@ def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
             group=native.make_fast_div(group),
         )
         library(out, by_columns).merge(ctypes.byref(params), grid)
-        np.testing.assert_allclose(given.double().numpy(), wanted, atol=1e-3, rtol=2**-8)
+        np.testing.assert_allclose(given.double().numpy(), wanted, atol=1e-3, rtol=UNIT[out])
         if has_lse:
             np.testing.assert_allclose(given_lse.double().numpy(), wanted_lse, atol=1e-4)
         else:

@@ -168,6 +168,8 @@ TABLE = [
     refused("prefill", "plan", "seq_lens_q", ints(2, 3)),
     refused("ragged", "plan", "v_indptr", ints(0, 20, 30)),
     refused("ragged", "plan", "o_indptr", ints(0, 2, 5)),
+    run("ragged", "o_scale", 0.5, "plan's outputs are float32", "o_data_type=torch.float8_e4m3fn"),
+    run("decode", "o_scale", torch.ones(2), "a tensor of shape (2,)", "leave it None"),
     run("decode", "kv_cache_sf", torch.ones(2), "shape (2,)", "pass [pages, 2, ...]"),
     run("decode", "kv_cache_sf", [torch.ones(2)] * 3, "3 entries"),
     run("decode", "kv_cache_sf", [torch.ones(PAGES, PAGE, KV_HEADS)] * 2, "has no scales of its own", "kv_format"),
@@ -177,7 +179,6 @@ TABLE = [
     refused("prefill", "run", "use_fp16_softmax", True),
     refused("prefill", "run", "uses_spcompress", True),
     refused("prefill", "run", "lse_layout", "HN"),
-    refused("ragged", "run", "o_scale", 0.5),
     # Arguments of run that do not fit the plan.
     run("decode", "q", torch.randn(3, HEADS, DIM), "3 rows", "plan is for 2"),
     run("decode", "q", torch.randn(2, 2 * HEADS, DIM), "8 heads", "num_qo_heads=4"),

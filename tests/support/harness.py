@@ -23,7 +23,7 @@ from caches import poison
 from cases.case import Case
 from cases.variants import VARIANTS
 from comparison import GUARD_BYTES, GUARD_VALUE, Outputs, Report, compare
-from inputs import Inputs, is_ragged, make_inputs, pack_bits, reference_states
+from inputs import Inputs, is_ragged, make_inputs, out_scale, pack_bits, reference_states
 
 from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.context_lengths import ContextLengths
@@ -54,7 +54,7 @@ class Runner:
         if self.case.at_run:
             forward = wrapper.forward_return_lse if self.case.outputs != "no_lse" else wrapper.forward
             return self._outputs(forward(q, *kv, **self._run_values()))
-        extra = self._scale_arguments() | self._lse_mode() | self.kv_cache_sf()
+        extra = self._scale_arguments() | self._out_scale() | self._lse_mode() | self.kv_cache_sf()
         if self.inputs.sinks is not None:
             extra["sinks"] = self.inputs.sinks.to(self.device)
         if self.case.entry == "sink":
@@ -189,8 +189,14 @@ class Runner:
         return {} if self.case.lse_mode == "base2" else {"lse_mode": self.case.lse_mode}
 
     def _scale_arguments(self) -> dict[str, Any]:
-        scales = self.inputs.scales.items()
-        return {name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in scales}
+        return {name: self._on_device(value) for name, value in self.inputs.scales.items()}
+
+    def _out_scale(self) -> dict[str, Any]:
+        scale = out_scale(self.case)
+        return {} if scale is None else {"o_scale": self._on_device(scale)}
+
+    def _on_device(self, value: Any) -> Any:
+        return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
     def _run_latent(self) -> Outputs:
         inputs, case = self.inputs, self.case
@@ -259,7 +265,7 @@ class Runner:
             result = self.library.single_decode_with_kv_cache(self.q()[0], *self.kv(), **values, **scales)
             return self._outputs(tuple(r[None] for r in result) if isinstance(result, tuple) else result[None])
         scales = {f"scale_{name[0]}": value for name, value in scales.items()}
-        values["o_dtype"] = case.o_dtype or None
+        values |= {"o_dtype": case.o_dtype or None, **self._out_scale()}
         mask = self._mask_arguments()
         if mask.get("custom_mask") is not None:
             mask["custom_mask"] = mask["custom_mask"].reshape(case.q_lens[0], case.kv_lens[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -94,6 +95,12 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
     return Planned(memory, num_ctas, partial_out, torch.full((partial + 1,), math.nan))
 
 
+@functools.cache
+def _scalar(number: float) -> torch.Tensor:
+    """A tensor that stays, as kernels get its address."""
+    return torch.tensor([number])
+
+
 def attention_params(
     case: Case, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sinks: torch.Tensor | None, **own: Any
 ) -> native.AttentionParams:
@@ -109,7 +116,8 @@ def attention_params(
         out_head_stride=out.stride(1),
         sinks=None if sinks is None else sinks.data_ptr(),
         score_scale=case.score_scale,
-        value_scale=1.0,
+        value_scale=1.0 if case.o_scale == "tensor" else 1.0 / case.out_divisor,
+        out_scale=_scalar(case.out_divisor).data_ptr() if case.o_scale == "tensor" else None,
         num_q_heads=case.num_q_heads,
         **own,
     )

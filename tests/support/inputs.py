@@ -107,6 +107,13 @@ def assemble(
     return Inputs(case, q, k, v, cache, scale_cache, *lists, masks, _scales(case), sinks)
 
 
+def out_scale(case: Case) -> float | torch.Tensor | None:
+    """The scale of fp8 outputs as runs take it."""
+    if case.o_scale == "tensor":
+        return torch.tensor([case.out_divisor])
+    return case.out_divisor if case.o_scale else None
+
+
 def is_ragged(case: Case) -> bool:
     return case.entry not in ("decode", "paged", "sink", "latent")
 
@@ -225,4 +232,14 @@ def reference_states(inputs: Inputs) -> list[State]:
     options = inputs.options()
     masks = inputs.masks or [None] * len(inputs.q)
     rows = zip(inputs.q, inputs.k, inputs.v, masks, strict=True)
-    return [attention(q, k, v, options, request=i, custom_mask=mask) for i, (q, k, v, mask) in enumerate(rows)]
+    states = [attention(q, k, v, options, request=i, custom_mask=mask) for i, (q, k, v, mask) in enumerate(rows)]
+    return [scaled(inputs.case, state) for state in states]
+
+
+def scaled(case: Case, state: State) -> State:
+    """The state with outputs as fp8 holds them, but not rounded."""
+    if not case.has_fp8_output:
+        return state
+    most = float(torch.finfo(getattr(torch, case.out_type)).max)
+    out, magnitude, spread = (part / case.out_divisor for part in (state.out, state.magnitude, state.spread))
+    return dataclasses.replace(state, out=out.clamp(-most, most), magnitude=magnitude, spread=spread)

@@ -305,10 +305,23 @@ HALVES = [
 ]
 CASES += HALVES
 
+# Outputs of e4m3.
+O8: dict[str, Any] = {**BF16, "o_dtype": "float8_e4m3fn", "o_scale": "tensor"}
+CASES += [
+    prefill("host-o8", "a unit by boxes, and one by rows", (70, 33, 0), (300, 33, 9), **O8),
+    prefill("host-o8-dim-80", "half a box, an odd number of chunks", (60, 96), (90, 96), **{**O8, "head_dim": 80}),
+    prefill("host-o8-dim-64", "three warpgroups", (70,), (300,), scales="per_head", **{**O8, "head_dim": 64}),
+    prefill("host-o8-dim-256", "two boxes of columns", (40,), (200,), **{**O8, "head_dim": 256}),
+    prefill("host-o8-group-5", "units of 125 rows", (60,), (250,), **{**O8, "num_q_heads": 10}),
+    prefill("host-o8-fp8", "K and V are converted", (70, 9), (300, 33), **{**O8, "kv_dtype": "float8_e4m3fn"}),
+    prefill("host-o8-q8", "a lane has four neighbouring columns", (70, 33, 0), (300, 33, 9), **{**O8, **Q8}),
+    prefill("host-o8-q8-dim-96", "the same", (40,), (300,), **{**O8, **Q8, "head_dim": 96, "o_scale": "small"}),
+]
+
 # Builds for head dims and combinations, whose paths other rows take too.
 RARE = {
     *("host-rows-80-24", "host-rows-192-256", "host-function-heads-causal", "host-fp8-mask", "host-q8-192-128"),
     *("host-q8-page-5", "host-rope-cap", "host-rope-mask", "host-rope-dim-16", "host-rope-192-128"),
-    "host-halves-ragged-dim-192",
+    *("host-halves-ragged-dim-192", "host-o8-dim-64", "host-o8-dim-256", "host-o8-fp8", "host-o8-q8-dim-96"),
 }
 assert {case.name for case in CASES} >= RARE

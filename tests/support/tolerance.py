@@ -22,6 +22,9 @@ Some cards multiply fp8 queries with fp8 keys, and probabilities as fp8 with fp8
 * Tensor cores keep 13 bits below the largest of a sum's terms and cut off the rest. That is u = 2^-13 for a score's
   sum; sums of values are cut once for each 32 tokens, always towards zero, so it adds up.
 
+Outputs of e4m3 are compared after the division by their scale, and the other errors grow by it. Rounding them is off by
+2^-4 of the output, or 2^-10 if it is subnormal; u of the weights is q's.
+
 fp32 has u = 2^-24 and the same formulas. Each limit is the formula's value times a slack named below.
 """
 
@@ -39,7 +42,7 @@ from flashpage.kernels.devices import Device
 
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 FP32 = 2.0**-24
-E4M3, FP8_SUMS = 2.0**-4, 2.0**-13
+E4M3, E4M3_SUBNORMAL, FP8_SUMS = 2.0**-4, 2.0**-10, 2.0**-13
 TANH = 2.0**-11  # tanh.approx, relative
 ROW_SLACK = 1.25  # a row whose dominant weights all fall just above a power of two
 SUM_SLACK = 4.0  # fp32 sums of n terms err by about sqrt(n) units; four standard deviations
@@ -82,7 +85,7 @@ def _is_prefill(case: Case) -> bool:
 
 def limits(case: Case, expected: State, *, fp8_products: bool = False, approximate_tanh: bool = False) -> Limits:
     """The limits of one request of a case, from the sums that the reference returns."""
-    unit = max(_query_unit(case), UNIT[case.out_type])
+    unit = max(_query_unit(case), UNIT.get(case.out_type, 0.0))
     score = score_error(case, fp8_products=fp8_products, approximate_tanh=approximate_tanh)
     most = max(max(case.kv_lens), 1)
     if fp8_products:
@@ -93,8 +96,12 @@ def limits(case: Case, expected: State, *, fp8_products: bool = False, approxima
         weight += unit  # values are rounded as keys are
     is_half = case.has_fp8_query or "float16" in (case.q_dtype, case.out_type)
     subnormal = 2.0**-17 if fp8_products else 2.0**-24
-    smallest = subnormal * math.sqrt(most) if is_half else 1e-30  # subnormal weights
-    spread = (expected.spread.square() + expected.out.square()).sum(-1).sqrt()
+    smallest = subnormal * math.sqrt(most) / case.out_divisor if is_half else 1e-30  # subnormal weights
+    rounding = weight  # of outputs in a row; as for independent errors of weights
+    if case.has_fp8_output:
+        rounding = unit = E4M3
+        smallest += E4M3_SUBNORMAL
+    spread = (expected.spread.square() + (rounding / weight * expected.out).square()).sum(-1).sqrt()
     row = ROW_SLACK * weight * spread + smallest * math.sqrt(case.value_dim)
     element = 1.05 * weight * expected.magnitude + 1.05 * unit * expected.out.abs() + smallest
     finite = torch.where(expected.lse.isinf(), 0.0, expected.lse.abs())

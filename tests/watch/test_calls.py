@@ -89,7 +89,7 @@ def test_replay_names_the_first_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A kernel that writes one wrong number, in a batch of two requests with GQA, HND, a window, sinks and scales."""
-    monkeypatch.setattr(dump, "_numbers", iter((1, 2)))
+    monkeypatch.setattr(dump, "_numbers", iter(range(1, 5)))
     torch.manual_seed(0)
     ints, name = one_request.ints, "BatchPrefillWithPagedKVCacheWrapper"
     lengths = dict(zip(("qo_indptr", "paged_kv_indptr"), (ints(0, 3, 8), ints(0, 2, 5)), strict=True))
@@ -110,6 +110,11 @@ def test_replay_names_the_first_place(
         r"parts from the reference at row 4, head 2, column 7 \(request 1\): .* 1 of 4096 elements differ",
         replay.replay(path)[-1],
     )
+    monkeypatch.setattr(attention, "run", original)
+    in_fp8 = [calls[0], (f"{name}.plan", lengths | pages | sizes | {"o_data_type": torch.float8_e4m3fn})]
+    for o_scale in (2**-6, torch.tensor([2**-12])):  # of the second one, most outputs are beyond e4m3's largest number
+        path = kept(tmp_path, [*in_fp8, (f"{name}.run", run | {"o_scale": o_scale})])
+        assert "agrees with the reference" in replay.replay(path)[-1]
     variant = [calls[0], (f"{name}.plan", lengths | pages | sizes | {"variant": object()}), calls[2]]
     assert main(["replay", str(kept(tmp_path, variant))]) == 1
     assert "lacks an argument, a object" in capsys.readouterr().err

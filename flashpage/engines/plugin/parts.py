@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from ...run.checks import Scales
 from ...wrappers.base import Attention
 from ...wrappers.merge import merge_parts
 from .layers import LayerKind, LayerOptions
@@ -20,7 +21,7 @@ class LayerTensors(NamedTuple):
     value: torch.Tensor | None
     cache: tuple[torch.Tensor, torch.Tensor] | None  # K and V, [blocks, page, num_kv_heads, head_dim] each
     output: torch.Tensor  # written
-    scales: tuple[Any, Any, Any]  # of q, K and V
+    scales: Scales
     sinks: torch.Tensor | None  # [num_heads] fp32
 
 

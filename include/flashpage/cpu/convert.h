@@ -20,6 +20,23 @@ inline ShortLanes load_bytes(const void* source) {
 
 inline FloatLanes bf16_to_float(ShortLanes bits) { return (FloatLanes)(__builtin_convertvector(bits, IntLanes) << 16); }
 
+inline void store_bytes(void* destination, IntLanes x) {
+  const auto bytes = __builtin_convertvector(x, u8 __attribute__((vector_size(num_lanes))));
+  __builtin_memcpy(destination, &bytes, num_lanes);
+}
+
+// Rounds to nearest even; numbers that are too large become the largest one, and a NaN stays a NaN.
+inline IntLanes float_to_e4m3(FloatLanes x) {
+  const IntLanes sign = (IntLanes)x >> 24 & 0x80;
+  FloatLanes magnitude = (FloatLanes)((IntLanes)x & 0x7fffffff);
+  magnitude = magnitude > 448.0f ? splat(448.0f) : magnitude;
+  const IntLanes wide = (IntLanes)magnitude;
+  const IntLanes normal = ((wide + 0x7ffff + (wide >> 20 & 1)) >> 20) - (120 << 3);
+  const IntLanes subnormal = __builtin_convertvector(round_to_integer(magnitude * 512.0f), IntLanes);
+  const IntLanes rounded = wide < 121 << 23 ? subnormal : normal;
+  return sign | (x == x ? rounded : IntLanes{} + 0x7f);
+}
+
 // Loads num_lanes elements as floats.
 template <class T>
 inline FloatLanes load(const T* source) {
@@ -35,6 +52,7 @@ inline void store(T* destination, FloatLanes x) {
   if constexpr (is_same<T, float>) store_bits(destination, x);
   if constexpr (is_same<T, Half>) store_shorts(destination, float_to_half(x));
   if constexpr (is_same<T, Bf16>) store_shorts(destination, float_to_bf16(x));
+  if constexpr (is_same<T, E4m3>) store_bytes(destination, float_to_e4m3(x));
 }
 
 // Loads the first `count` lanes and sets the others to 0; later memory is not read. `count` is constant after

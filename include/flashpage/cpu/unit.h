@@ -19,8 +19,8 @@ struct Unit {
   const WorkItem* item;
   i32 kv_head;
   i32 num_rows;
-  i32 begin, end;  // tokens that any row may see
-  float value_scale;
+  i32 begin, end;     // tokens that any row may see
+  float value_scale;  // over the output's
   Row rows[tile_q];
 };
 
@@ -59,6 +59,7 @@ void make_unit(const AttentionParams& params, const WorkItem& item, i32 index, U
   unit.num_rows = min_of(tile_q, packed_rows - first);
   unit.value_scale = params.value_scale * scale_of(params.v_scale, params.v_scale_stride, unit.kv_head,
                                                    params.v_scale_request_stride * item.request);
+  if (params.out_scale) unit.value_scale /= *params.out_scale;
   for (i32 r = 0; r < unit.num_rows; ++r) unit.rows[r] = make_row(params, item, unit.kv_head, first + r);
   unit.begin = unit.rows[0].begin;
   unit.end = unit.rows[unit.num_rows - 1].end;

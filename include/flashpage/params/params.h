@@ -63,6 +63,7 @@ struct AttentionParams {
                  // rows
   float tail_scale;  // latent rows in fp8: the float scale of the columns that K alone has, relative to the others
   i32 most_pieces_merged;  // the attention launch leaves units of more pieces to the merge kernel; 0: it leaves none
+  const float* out_scale;  // divides fp8 outputs: a device scalar (a float divides value_scale); null: 1
 };
 
 // Values that a variant captured. The spec numbers the slots; strides are in elements.

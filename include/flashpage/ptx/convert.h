@@ -190,4 +190,25 @@ FP_DEVICE Narrow narrow(float value) {
 #endif
 }
 
+// As narrow, for two and four numbers; the first one comes to the lowest bits.
+template <class Narrow>
+FP_DEVICE u16 narrow2(float first, float second) {
+  static_assert(is_same<Narrow, E4m3>);
+#if __CUDA_ARCH__ >= 890
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+  return pair;
+#else
+  return static_cast<u16>(narrow<Narrow>(first).bits | narrow<Narrow>(second).bits << 8);
+#endif
+}
+template <class Narrow>
+FP_DEVICE u32 narrow4(float first, float second, float third, float fourth) {
+#if __CUDA_ARCH__ >= 890
+  return pack4<Narrow>(first, second, third, fourth);
+#else
+  return narrow2<Narrow>(first, second) | static_cast<u32>(narrow2<Narrow>(third, fourth)) << 16;
+#endif
+}
+
 }  // namespace flashpage::ptx

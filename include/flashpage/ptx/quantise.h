@@ -54,13 +54,7 @@ FP_DEVICE void pack_e4m3(const float (&numbers)[8], float factor, u32 (&words)[2
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float* four = numbers + 4 * i;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
-    words[i] = pack4<E4m3>(four[0] * factor, four[1] * factor, four[2] * factor, four[3] * factor);
-#else
-    words[i] = 0;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) words[i] |= narrow<E4m3>(four[n] * factor).bits << 8 * n;
-#endif
+    words[i] = narrow4<E4m3>(four[0] * factor, four[1] * factor, four[2] * factor, four[3] * factor);
   }
 }
 

@@ -6,7 +6,20 @@ share compiled kernels, most rows use head dim 64 and one of few dtype pairs, an
 
 from __future__ import annotations
 
-from . import chunks, few_rows, formats, fp8_prefill, fp8_queries, gathered, latent, long, options, pairs, shapes
+from . import (
+    chunks,
+    few_rows,
+    formats,
+    fp8_outputs,
+    fp8_prefill,
+    fp8_queries,
+    gathered,
+    latent,
+    long,
+    options,
+    pairs,
+    shapes,
+)
 from .case import Case
 
 CASES: list[Case] = [
@@ -17,6 +30,7 @@ CASES: list[Case] = [
     *chunks.rows(),
     *fp8_queries.rows(),
     *fp8_prefill.rows(),
+    *fp8_outputs.rows(),
     *long.rows(),
     *gathered.rows(),
     *latent.rows(),

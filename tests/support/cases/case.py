@@ -30,6 +30,7 @@ class Case:
     kv_dtype: str = ""  # "": q's
     kv_format: str = ""  # K and V in a format with scales, or in two, joined by "+"
     o_dtype: str = ""  # "": not given: q's, or bfloat16 if that is fp8
+    o_scale: str = ""  # that divides fp8 outputs: float | tensor (one value on the device) | small; "": not given
     # each row of q lists the tokens that it sees: padded (entries of -1) | lengths (entries after topk_length are not
     # read); "": all tokens
     selected: str = ""
@@ -91,6 +92,16 @@ class Case:
     @property
     def out_type(self) -> str:
         return self.o_dtype or ("bfloat16" if self.has_fp8_query else self.q_dtype)
+
+    @property
+    def has_fp8_output(self) -> bool:
+        return self.out_type.startswith("float8")
+
+    @property
+    def out_divisor(self) -> float:
+        """The number of o_scale. Values have a standard deviation of one, so outputs are at most about 300; small: most
+        are beyond e4m3's largest number."""
+        return {"": 1.0, "small": 2e-4}.get(self.o_scale, 0.0125)
 
     @property
     def has_fp8_query(self) -> bool:

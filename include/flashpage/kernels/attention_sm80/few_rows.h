@@ -234,7 +234,7 @@ struct FewRows {
 
   FP_DEVICE void write_rows(const WorkItem& item, const Unit& unit, int column) {
     constexpr int pairs = S::value_columns / 2;
-    float value_scale = value_scale_of(params, item, unit.kv_head) * ValueFormatOf<Traits>::left_out;
+    float value_scale = out_factor_of<Traits>(params, item, unit.kv_head) * ValueFormatOf<Traits>::left_out;
     for (int i = thread; i < unit.num_rows * pairs; i += S::threads) {
       int row = i / pairs, at = i % pairs * 2;
       float maximum = shared.maximum[0][row];

@@ -38,8 +38,10 @@ struct ManyRows {
   // With two stages the next tile's copies can be spread over this tile's products, if registers allow.
   static constexpr bool spread = stages == 2 && S::value_columns <= 64;
   // Whether lanes exchange columns and write 16 bytes at a time: whole sectors of the L2.
-  static constexpr bool stores_tiles = sizeof(typename Traits::Out) == 2 && S::Formats::value_bits == 16 &&
-                                       S::value_columns == Traits::head_dim_vo && Traits::head_dim_vo % 32 == 0;
+  static constexpr int stored_columns = is_fp8<typename Traits::Out> ? 64 : 32;
+  static constexpr bool stores_tiles = sizeof(typename Traits::Out) <= 2 && S::Formats::value_bits == 16 &&
+                                       S::value_columns == Traits::head_dim_vo &&
+                                       Traits::head_dim_vo % stored_columns == 0;
   static constexpr bool two_bodies = S::row_tiles * (S::value_tiles + tokens / 8) * 4 <= 160;
   static_assert(Traits::warps_kv == 1 && (stages == 1 || (stages == 2 && !has_formats<Traits>)));
   static_assert(!S::fp8_products || (tokens % 32 == 0 && Traits::head_dim_qk % 32 == 0 && S::value_columns % 32 == 0));
@@ -287,7 +289,7 @@ struct ManyRows {
                             int warp_row) {
     const Unit& unit = place.unit;
     if constexpr (S::fp8_products) state.lower_maxima();
-    float value_scale = value_scale_of(params, place.item, unit.kv_head) * ValueFormatOf<Traits>::left_out;
+    float value_scale = out_factor_of<Traits>(params, place.item, unit.kv_head) * ValueFormatOf<Traits>::left_out;
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll
@@ -300,8 +302,12 @@ struct ManyRows {
         i64 offset = out_offset<Traits>(params, place.item, unit, row) + S::first_value_column(place.pass);
         if constexpr (stores_tiles && !partial) {
           using Out = typename Traits::Out;
-          store_tiles<Out, 0, S::value_tiles>(values[m], half, lane(), inverse, static_cast<Out*>(params.out) + offset,
-                                              exists);
+          Out* const to = static_cast<Out*>(params.out) + offset;
+          if constexpr (is_fp8<Out>) {
+            store_fp8_tiles(values[m], half, lane(), inverse, to, exists);
+          } else {
+            store_tiles<Out, 0, S::value_tiles>(values[m], half, lane(), inverse, to, exists);
+          }
         }
         if (!exists) continue;
         if constexpr (partial || !stores_tiles)

@@ -126,7 +126,7 @@ struct DecodeCombine {
     }
     float inverse = 0.f;
     if (!sends())
-      inverse = total == 0.f ? 0.f : value_scale_of(params, item, unit.kv_head) * ptx::reciprocal_approx(total);
+      inverse = total == 0.f ? 0.f : out_factor_of<Traits>(params, item, unit.kv_head) * ptx::reciprocal_approx(total);
     const i64 offset = has_registers && half == 0 ? first_offset : out_offset<Traits>(params, item, unit, row);
 #pragma unroll(has_registers ? own : 1)
     for (int i = 0; i < own; ++i) {

@@ -41,7 +41,7 @@ struct PrefillOutput {
     const int first_row = static_cast<int>(ptx::opaque(this->first_row)),
               group = static_cast<int>(ptx::opaque(this->group));
     const bool is_partial = item.partial_row >= 0;
-    const float value_scale = value_scale_of(params, item, unit.kv_head);
+    const float value_scale = out_factor_of<Traits>(params, item, unit.kv_head);
     float sum[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -83,7 +83,9 @@ struct PrefillOutput {
   // Writes the warp's rows to the tile, from row `first_row` of the CTA on.
   FP_DEVICE void put_rows(const float (&values)[S::value_tiles][4], int first_row, u8* tile) const {
     using Out = typename Traits::Out;
-    if constexpr (Warps::transposes) {  // a lane's columns of two tiles are neighbours
+    if constexpr (is_fp8<Out>) {
+      put_fp8_rows(values, first_row, tile);
+    } else if constexpr (Warps::transposes) {  // a lane's columns of two tiles are neighbours
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
@@ -107,6 +109,39 @@ struct PrefillOutput {
     }
   }
 
+  // As put_rows: each lane stores words of four neighbouring columns.
+  FP_DEVICE void put_fp8_rows(const float (&values)[S::value_tiles][4], int first_row, u8* tile) const {
+    using Out = typename Traits::Out;
+    static_assert(Traits::head_dim_vo % 16 == 0);
+    const bool is_odd = lane % 2 != 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8 + lane / 4, e = half * 2;
+#pragma unroll
+      for (int n = 0; n < S::value_tiles; n += 4) {
+        const bool has_last = n + 2 < S::value_tiles;  // of the four tiles
+        const float (&first)[4] = values[n], (&second)[4] = values[n + 1];
+        const float (&third)[4] = values[has_last ? n + 2 : n], (&fourth)[4] = values[has_last ? n + 3 : n + 1];
+        u32 words[2];
+        int byte = lane % 4 * 4;
+        if constexpr (Warps::transposes) {
+          words[0] = ptx::narrow4<Out>(first[e], second[e], first[e + 1], second[e + 1]);
+          words[1] = ptx::narrow4<Out>(third[e], fourth[e], third[e + 1], fourth[e + 1]);
+        } else {  // an even lane has columns of the even tiles, with those of the next lane, and an odd lane the others
+          u32 even = ptx::narrow4<Out>(first[e], first[e + 1], third[e], third[e + 1]);
+          u32 odd = ptx::narrow4<Out>(second[e], second[e + 1], fourth[e], fourth[e + 1]);
+          swap_words(1, is_odd, lane, even, odd);
+          words[0] = ptx::byte_permute(even, odd, 0x5410);
+          words[1] = ptx::byte_permute(even, odd, 0x7632);
+          byte = is_odd * 8 + lane % 4 / 2 * 4;
+        }
+#pragma unroll
+        for (int i = 0; i < (has_last ? 2 : 1); ++i)
+          *reinterpret_cast<u32*>(tile + OutRows::byte_offset(row, (n + 2 * i) * 8 + byte)) = words[i];
+      }
+    }
+  }
+
   FP_DEVICE void store_partial(const float (&values)[S::value_tiles][4], const WorkItem& item, const Unit& unit,
                                int first_row) const {
 #pragma unroll
@@ -123,7 +158,8 @@ struct PrefillOutput {
   // Copies the warp's rows to the output, 16 bytes in each lane. All are loaded before the first is stored, so that a
   // later Q does not wait for stores.
   FP_DEVICE void copy_out(const WorkItem& item, const Unit& unit, int first_row, const u8* tile) const {
-    constexpr int chunks = Traits::head_dim_vo / 8, parts = ceil_div(16 * chunks, 32);
+    constexpr int columns = 16 / static_cast<int>(sizeof(typename Traits::Out));  // of a chunk
+    constexpr int chunks = Traits::head_dim_vo / columns, parts = ceil_div(16 * chunks, 32);
     uint4 part[parts];
     __syncwarp();
 #pragma unroll
@@ -139,7 +175,7 @@ struct PrefillOutput {
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
       const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;
-      const u64 offset = __shfl_sync(0xffffffff, mine, row) + chunk * 8;
+      const u64 offset = __shfl_sync(0xffffffff, mine, row) + chunk * columns;
       const bool is_there = row < min_of(16, unit.num_rows - first_row);
       ptx::store_global(static_cast<typename Traits::Out*>(params.out) + offset, part[i], is_there);
     }

@@ -19,6 +19,8 @@ template <class T>
 FP_DEVICE void store4(T* to, float4 v) {
   if constexpr (is_same<T, float>) {
     *reinterpret_cast<float4*>(to) = v;
+  } else if constexpr (is_same<T, E4m3>) {
+    *reinterpret_cast<u32*>(to) = ptx::narrow4<T>(v.x, v.y, v.z, v.w);
   } else {
     *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(v.x, v.y), ptx::pack2<T>(v.z, v.w));
   }

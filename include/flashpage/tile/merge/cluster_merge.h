@@ -103,7 +103,7 @@ struct ClusterMerge {
       part = pair / pairs;
       column = pair % pairs * 16;
       at = unpack_row(of.params, of.unit.kv_head, of.unit.first_row + row);
-      value_scale = value_scale_of(of.params, of.item, of.unit.kv_head);
+      value_scale = out_factor_of<Traits>(of.params, of.item, of.unit.kv_head);
     }
   };
 

@@ -1,6 +1,7 @@
 // Writes a finished row to the output, or to the partial buffers if its unit is cut.
 #pragma once
 #include "flashpage/ptx/convert.h"
+#include "flashpage/ptx/rcp.h"
 #include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/unit.h"
 
@@ -10,6 +11,16 @@ FP_DEVICE float value_scale_of(const AttentionParams& params, const WorkItem& it
   if (!params.v_scale) return params.value_scale;
   return params.value_scale *
          params.v_scale[params.v_scale_stride * kv_head + params.v_scale_request_stride * item.request];
+}
+
+// The factor of an output before it is divided by the row's sum. Partials have it too, so that merges only round.
+template <class Traits>
+FP_DEVICE float out_factor_of(const AttentionParams& params, const WorkItem& item, i32 kv_head) {
+  const float value_scale = value_scale_of(params, item, kv_head);
+  if constexpr (is_fp8<typename Traits::Out>) {
+    if (params.out_scale) return value_scale * ptx::reciprocal_approx(*params.out_scale);
+  }
+  return value_scale;
 }
 
 // The element offset of a unit's row in out, or in the partial buffer if the unit is cut.
@@ -34,6 +45,8 @@ FP_DEVICE void store_pair(const AttentionParams& params, bool partial, i64 offse
   using Out = typename Traits::Out;
   if (partial) {
     *reinterpret_cast<float2*>(params.partial_out + offset) = make_float2(first, second);
+  } else if constexpr (is_fp8<Out>) {
+    *reinterpret_cast<u16*>(static_cast<Out*>(params.out) + offset) = ptx::narrow2<Out>(first, second);
   } else {
     *reinterpret_cast<u32*>(static_cast<Out*>(params.out) + offset) = ptx::pack2<Out>(first, second);
   }
@@ -71,6 +84,29 @@ FP_DEVICE void store_tiles(const float (&values)[tiles][4], int half, int lane, 
       pair[i] = ptx::pack2<Out>(values[n + i][half * 2] * factor, values[n + i][half * 2 + 1] * factor);
     exchange_tiles(pair, lane);
     if (exists) *reinterpret_cast<uint4*>(mine + n * 8) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+  }
+}
+
+// As store_tiles, for columns of 8 bits: 8 bytes at a time, and 32 neighbouring bytes by the four lanes of a row.
+template <class Out, int tiles>
+FP_DEVICE void store_fp8_tiles(const float (&values)[tiles][4], int half, int lane, float factor, Out* row,
+                               bool exists) {
+  static_assert(tiles % 8 == 0 && is_fp8<Out>);
+  Out* const mine = row + lane % 4 * 8;
+#pragma unroll
+  for (int n = 0; n < tiles; n += 8) {
+    u32 pairs[4];  // of a tile, and of the fourth tile after it
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float *low = values[n + i] + half * 2, *high = values[n + i + 4] + half * 2;
+      pairs[i] = ptx::narrow4<Out>(low[0] * factor, low[1] * factor, high[0] * factor, high[1] * factor);
+    }
+    exchange_tiles(pairs, lane);
+    if (!exists) continue;
+    *reinterpret_cast<uint2*>(mine + n * 8) =
+        make_uint2(ptx::byte_permute(pairs[0], pairs[1], 0x5410), ptx::byte_permute(pairs[2], pairs[3], 0x5410));
+    *reinterpret_cast<uint2*>(mine + n * 8 + 32) =
+        make_uint2(ptx::byte_permute(pairs[0], pairs[1], 0x7632), ptx::byte_permute(pairs[2], pairs[3], 0x7632));
   }
 }
 

@@ -140,6 +140,14 @@ Narrow narrow(float value) {
   static_assert(is_same<Narrow, E4m3>);
   return Narrow{static_cast<u8>(hopper::to_e4m3(value))};
 }
+template <class Narrow>
+u16 narrow2(float first, float second) {
+  return narrow<Narrow>(first).bits | narrow<Narrow>(second).bits << 8;
+}
+template <class Narrow>
+u32 narrow4(float first, float second, float third, float fourth) {
+  return pack4<Narrow>(first, second, third, fourth);
+}
 template <class T>
 float2 unpack2(u32 packed) {
   static_assert(is_same<T, Half> || is_same<T, Bf16>);
