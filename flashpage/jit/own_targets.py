@@ -22,20 +22,18 @@ def has_own_target(sm: int) -> bool:
     if compilers.may_compile(Target("cuda", PTX)):
         return False  # every kernel can be had as PTX, but of its own only those that a cache happens to have
     instead = {PTX, "sm_80"} if sm < 90 else {PTX}
-    for store in (
-        cache.aot_store(),
-        cache.jit_store(),
-    ):  # without a compiler: the package's kernels, else a copied cache
-        built = _targets(store)
-        if own.name in built:
+    for store in (cache.aot_store(), cache.jit_store()):  # the package's kernels, else those of a copied cache
+        if _has_any(store, {own.name}):
             return True
-        if built & instead:
+        if _has_any(store, instead):
             return False
     return True  # nothing serves, and errors name the card's own target
 
 
-def _targets(store: Store) -> set[str]:
-    return {entry.meta["target"] for entry in store.entries()}
+def _has_any(store: Store, targets: set[str]) -> bool:
+    """Stops at the first, as a cache may have a thousand kernels."""
+    found = (store.read(folder.name) for folder in store.folders())
+    return any(entry is not None and entry.meta["target"] in targets for entry in found)
 
 
 devices.has_own_target = has_own_target

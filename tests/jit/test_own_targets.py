@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,8 +50,9 @@ def target(name: str) -> str:
 
 def have_built(monkeypatch: pytest.MonkeyPatch, store: str, *names: str) -> None:
     """Puts kernels for these targets into the package or the cache."""
-    entries = [cache.Entry(Path(), {"target": name}, b"") for name in names]
-    monkeypatch.setattr(cache, store, lambda: type("Built", (), {"entries": lambda self: entries})())
+    entries = {name: cache.Entry(Path(), {"target": name}, b"") for name in names}
+    built = SimpleNamespace(folders=lambda: [Path(name) for name in names], read=entries.get)
+    monkeypatch.setattr(cache, store, lambda: built)
 
 
 def test_a_toolkit_that_is_too_old() -> None:
