@@ -242,9 +242,9 @@ struct WideCompute {
 
   // Multiplies the values by the factor, which is rare.
   FP_DEVICE static void rescale(State& state) { state.softmax.rescale(state.values, state.factor); }
-  // The same while products are in flight: if the maxima of any warp rose, all warps of the warpgroup wait for all
-  // products, those of scores too, because the compiler does not know which ones are over. A warpgroup may only wait as
-  // a whole.
+  // Multiplies them while products are in flight: if the maxima of any warp rose, all warps of the warpgroup wait for
+  // all products, those of scores too, because the compiler does not know which ones are over. A warpgroup may only
+  // wait as a whole.
   FP_DEVICE static void rescale_together(State& state, bool rose) {
     if (!ptx::named_barrier_or(vote_barrier, 128, rose)) return;
     ptx::wgmma_wait<0>();
