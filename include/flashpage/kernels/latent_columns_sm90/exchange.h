@@ -19,11 +19,12 @@ struct ScoreExchange {
   Shared& shared;
   int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   int group = threadIdx.x / 128 - Shared::Warps::loading / 4, warp = threadIdx.x / 32 - Shared::Warps::loading;
+  u32 number = 0;  // blocks that this warp has received
 
   FP_DEVICE explicit ScoreExchange(Shared& shared) : shared(shared) {}
 
-  // `number` counts the blocks of this warp. The other warp must have read the sums of the block before.
-  FP_DEVICE void send(const Scores& sums, u32 number) const {
+  // Sends the sums of the block after those received. The other warp must have read those of the block before.
+  FP_DEVICE void send(const Scores& sums) const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.scores_read[warp]), (number & 1) ^ 1);
     const u32 rank = ptx::cluster_rank() ^ 1;
     const u32 to = ptx::peer_address(ptx::shared_address(&shared.received[group][0][thread]), rank);
@@ -34,7 +35,7 @@ struct ScoreExchange {
                        make_float4(sums[0][n][0], sums[0][n][1], sums[0][n][2], sums[0][n][3]), barrier);
   }
 
-  FP_DEVICE void receive(Scores& sums, u32 number) const {
+  FP_DEVICE void receive(Scores& sums) {
     const u32 barrier = ptx::shared_address(&shared.scores_full[warp]);
     if (lane == 0) ptx::mbarrier_arrive_expect(barrier, warp_bytes);
     __syncwarp();
@@ -47,6 +48,7 @@ struct ScoreExchange {
       sums[0][n][2] += other.z;
       sums[0][n][3] += other.w;
     }
+    ++number;
   }
   // Lets the other CTA send the next block.
   FP_DEVICE void release() const {

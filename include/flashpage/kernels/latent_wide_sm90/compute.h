@@ -25,18 +25,19 @@ struct WideCompute {
   using Output = WideOutput<Traits>;
   using Values = typename Output::Values;
   static constexpr int tokens = Shared::tokens, steps = tokens / 16;
-  static constexpr int vote_barrier = 1;  // of the right warpgroup, by name
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
+  // Names of barriers, by warp but for group_barrier. The one at a unit's end has its own: the left warpgroup may get
+  // there before the right one has taken the probabilities of a last single block.
+  static constexpr int from_left = 1, from_right = 5, group_barrier = 9, unit_end = 11, vote_barrier = 15;
 
   Shared& shared;
   const AttentionParams& params;
   int thread = threadIdx.x % 128;  // of the warpgroup
   int warp = thread / 32, lane = threadIdx.x % 32;
   int group = threadIdx.x / 128 - 1;
-  u32 unit_use = 0;   // units before this one
-  u32 taken = 0;      // probabilities that this warp has taken over
-  u32 clearings = 0;  // of blocks, by this warpgroup
+  u32 use = 0;       // blocks before the unit
+  u32 unit_use = 0;  // units before this one
 
   FP_DEVICE WideCompute(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
@@ -86,16 +87,18 @@ struct WideCompute {
       if (threadIdx.x == 128) stamp<Traits>(params, Stamp::last_tile);
       const int first_row = cta_row();
       Output{shared, params, place.place, group, warp * 16 + lane / 4, first_row, lane}.write(
-          softmax, values, [&](u32 phase) { meet_at(shared.met[warp], phase); });
+          softmax, values, [&] { ptx::named_barrier(unit_end + warp, 64); });
       if (threadIdx.x == 128) stamp<Traits>(params, Stamp::written);
-      shared.place_ring.release(unit_use);
+      use += place.blocks;
+      __syncwarp();
+      if (lane == 0) shared.place_ring.release(unit_use);
     }
   }
 
-  FP_DEVICE void attend_left(State& state) {
+  FP_DEVICE void attend_left(State& state) const {
     const int blocks = state.place.blocks;
     if (blocks == 0) return release_query();
-    u32 now = state.place.use(0);
+    u32 now = use;
     begin_keys(state.scores, now);
     end_keys(state.scores, now);
     ptx::wgmma_wait<0>();
@@ -110,7 +113,7 @@ struct WideCompute {
       if (state.softmax.raise(state.scores, softmax_scale(state), state.factor)) rescale(state);  // no product is left
       Fragments first, second;
       exponentiate(state, first);
-      hand_over(state, first);
+      hand_over(state, first, from_left);
       clear_hidden(state.place, block, now, WidePart::left);
       issue_values(state.values, first, now, WidePart::left);
       if (has_second) {
@@ -119,7 +122,7 @@ struct WideCompute {
         ptx::wgmma_settle(first);
         ptx::wgmma_settle(state.values[0]);
         release(now, WidePart::left);
-        if (take_over(state, second)) rescale(state);
+        if (take_over(state, second, from_right)) rescale(state);
         clear_hidden(state.place, block + 1, now + 1, WidePart::left);
         issue_values(state.values, second, now + 1, WidePart::left);
         if (goes_on) {
@@ -139,9 +142,9 @@ struct WideCompute {
     }
   }
 
-  FP_DEVICE void attend_right(State& state) {
+  FP_DEVICE void attend_right(State& state) const {
     const int blocks = state.place.blocks;
-    u32 now = state.place.use(0);
+    u32 now = use;
     if (blocks >= 2) {
       attend_pairs(state, now);
     } else {
@@ -158,7 +161,7 @@ struct WideCompute {
   }
   // The pairs of blocks. The loop has its exit in the middle, because otherwise the compiler waits for the scores that
   // are in flight at its end.
-  FP_DEVICE void attend_pairs(State& state, u32& now) {
+  FP_DEVICE void attend_pairs(State& state, u32& now) const {
     begin_keys(state.scores, now + 1);
     end_keys(state.scores, now + 1);
     for (int block = 0;; block += 2, now += 2) {
@@ -172,7 +175,7 @@ struct WideCompute {
       prepare(state, block + 1);
       const bool rose = state.softmax.raise(state.scores, softmax_scale(state), state.factor);
       exponentiate(state, second);
-      hand_over(state, second);
+      hand_over(state, second, from_right);
       rescale_together(state, rose);
       clear_hidden(state.place, block + 1, now + 1, WidePart::right);
       issue_values(state.values, second, now + 1, WidePart::right);
@@ -190,8 +193,8 @@ struct WideCompute {
     now += 2;
   }
   // Issues the product of a pair's first block.
-  FP_DEVICE void add_first(State& state, Fragments& first, int block, u32 now) {
-    rescale_together(state, take_over(state, first));
+  FP_DEVICE void add_first(State& state, Fragments& first, int block, u32 now) const {
+    rescale_together(state, take_over(state, first, from_left));
     clear_hidden(state.place, block, now, WidePart::right);
     issue_values(state.values, first, now, WidePart::right);
   }
@@ -262,17 +265,17 @@ struct WideCompute {
 
   // Passes probabilities and maxima to the same thread of the other warpgroup. It has read what it was passed before,
   // because it writes to the same place in turn.
-  FP_DEVICE void hand_over(const State& state, const Fragments& probabilities) const {
+  FP_DEVICE void hand_over(const State& state, const Fragments& probabilities, int name) const {
 #pragma unroll
     for (int step = 0; step < steps; ++step)
       shared.probabilities[step][thread] =
           make_uint4(probabilities[step][0], probabilities[step][1], probabilities[step][2], probabilities[step][3]);
     shared.maxima[thread] = make_float2(state.softmax.maximum[0][0], state.softmax.maximum[0][1]);
-    ptx::mbarrier_arrive(ptx::shared_address(&shared.handed_over[group][warp]));
+    ptx::named_barrier_arrive(name + warp, 64);
   }
   // Returns whether maxima rose; values must then be multiplied by the factor.
-  FP_DEVICE bool take_over(State& state, Fragments& probabilities) {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.handed_over[1 - group][warp]), taken++ & 1);
+  FP_DEVICE bool take_over(State& state, Fragments& probabilities, int name) const {
+    ptx::named_barrier(name + warp, 64);
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
       const uint4 words = shared.probabilities[step][thread];
@@ -296,7 +299,7 @@ struct WideCompute {
 
   // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. The block's
   // scores are complete.
-  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use, WidePart half) {
+  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use, WidePart half) const {
     const Unit& unit = place.place.unit;
     const i32 first = place.first_token + block * tokens;
     if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
@@ -308,7 +311,7 @@ struct WideCompute {
       *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_products();
-    meet_at(shared.cleared[group], clearings++);
+    ptx::named_barrier(group_barrier + group, 128);
   }
 };
 
