@@ -99,23 +99,23 @@ class Capability:
     """What all cards of a compute capability have in common."""
 
     shared_kib: int  # most shared memory of a CTA; an SM has 1 KiB more
-    flops_per_clock: int  # of an SM: dense 16-bit products with fp32 sums
-    is_half_on_geforce: bool = False  # of that rate
+    flops_per_clock: int  # of an SM: dense 16-bit products with fp32 sums, of GeForce cards perhaps half of it
     abilities: tuple[str, ...] = ()
+    is_half_on_geforce: bool = False  # whether GeForce cards have half of that rate
     widens_fp8: bool = False
     is_accelerated: bool = False  # kernels use instructions of its own target (sm_90a), such as wgmma and setmaxnreg
 
 
 CAPABILITIES = {
     80: Capability(163, 2048),
-    86: Capability(99, 1024, True),
+    86: Capability(99, 1024, is_half_on_geforce=True),
     87: Capability(163, 1024),
-    89: Capability(99, 1024, True, _BULK[:1]),
-    90: Capability(227, 4096, False, ABILITIES, widens_fp8=True, is_accelerated=True),
-    100: Capability(227, 8192, False, _BULK, widens_fp8=True, is_accelerated=True),
-    103: Capability(227, 8192, False, _BULK, widens_fp8=True, is_accelerated=True),
-    120: Capability(99, 1024, True, _BULK, is_accelerated=True),
-    121: Capability(99, 512, False, _BULK, is_accelerated=True),
+    89: Capability(99, 1024, _BULK[:1], is_half_on_geforce=True),
+    90: Capability(227, 4096, ABILITIES, widens_fp8=True, is_accelerated=True),
+    100: Capability(227, 8192, _BULK, widens_fp8=True, is_accelerated=True),
+    103: Capability(227, 8192, _BULK, widens_fp8=True, is_accelerated=True),
+    120: Capability(99, 1024, _BULK, is_half_on_geforce=True, is_accelerated=True),
+    121: Capability(99, 512, _BULK, is_accelerated=True),
 }
 PTX_SM = 80  # of PTX, which runs on every later card
 
