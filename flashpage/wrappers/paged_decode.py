@@ -13,7 +13,7 @@ from ..base.errors import FlashpageError, RunError
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths, check_numbers
-from ..run.checks import scales_of
+from ..run.checks import NO_SCALES, scales_of
 from .adapter import Adapter
 from .base import DECODE
 from .engine_access.attributes import PagedState, Written
@@ -283,7 +283,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             self._check_q_len(q_len_per_req)
             paged_kv_cache = kv_view.with_scales(paged_kv_cache, kv_cache_sf)
         values = self._now if window_left is None else self._values(window_left)
-        scales = scales_of(q_scale, k_scale, v_scale, o_scale)
+        is_unscaled = q_scale is k_scale is v_scale is o_scale is None
+        scales = NO_SCALES if is_unscaled else scales_of(q_scale, k_scale, v_scale, o_scale)
         if lse_mode is not BASE_2:
             return self._attention.run_of(lse_mode)(
                 q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl

@@ -14,7 +14,7 @@ from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths
 from ..plan.page_indices import Mask
-from ..run.checks import scales_of
+from ..run.checks import NO_SCALES, scales_of
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
 from .lse_mode import BASE_2, mode_of
@@ -324,7 +324,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             paged_kv_cache = kv_view.with_scales(paged_kv_cache, kv_cache_sf)
             lse_mode = mode_of(lse_base, lse_mode)
         values = self._now if window_left is None else self._values(window_left)
-        scales = scales_of(q_scale, k_scale, v_scale, o_scale)
+        is_unscaled = q_scale is k_scale is v_scale is o_scale is None
+        scales = NO_SCALES if is_unscaled else scales_of(q_scale, k_scale, v_scale, o_scale)
         if lse_mode is not BASE_2:
             return self._attention.run_of(lse_mode)(
                 q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl

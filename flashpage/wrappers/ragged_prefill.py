@@ -11,7 +11,7 @@ from ..base import checks, kv_view
 from ..base.errors import RunError
 from ..plan.capacity import Capacity
 from ..plan.page_indices import Mask
-from ..run.checks import scales_of
+from ..run.checks import NO_SCALES, scales_of
 from ..variants.multi_item import ItemArguments
 from .base import RAGGED
 from .engine_access.attributes import array_of_plan
@@ -209,7 +209,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             checks.refuse_run_options(None, None, None, lse_layout)
             lse_mode = mode_of(lse_base, lse_mode)
         values = self._now if window_left is None else self._values(window_left)
-        scales = scales_of(q_scale, k_scale, v_scale, o_scale)
+        is_unscaled = q_scale is k_scale is v_scale is o_scale is None
+        scales = NO_SCALES if is_unscaled else scales_of(q_scale, k_scale, v_scale, o_scale)
         kv = (k, v) if kv_cache_sf is None else kv_view.with_scales((k, v), kv_cache_sf)
         if lse_mode is not BASE_2:
             return self._attention.run_of(lse_mode)(q, kv, out, lse, return_lse, values, scales, sinks, enable_pdl)
