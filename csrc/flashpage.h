@@ -328,6 +328,8 @@ struct fp_bound_run {
   int64_t v_offset;        // bytes from K to V if the cache is one tensor
   int64_t alignment_mask;  // addresses must have none of these bits
   fp_tensor_form q, k, v, out, lse;
+  fp_tensor_form q_tail;  // the last columns of q's rows, if two tensors have them; dims -1: q has all
+  int64_t q_tail_offset;  // bytes from q to them
   fp_tensor_form key_scales, value_scales;  // of formats; dims -1: the run has none
   int64_t scale_masks[2];                   // addresses of those must have none of these bits
 };
@@ -336,10 +338,11 @@ FP_API void fp_point(const fp_bound_run*, void* q, void* k, void* v, void* out, 
 
 // All fp_py_* are METH_FASTCALL functions that return an int, because ctypes would take 0.06 us to convert each
 // argument. These two take (address of an fp_bound_run, q, k or the cache, v or None, out, lse or None, stream) and
-// return a status, and after them the scales of K and V in formats, either of which may be None. fp_py_bind ignores the
-// stream. fp_py_bind stores the tensors' properties; fp_py_run compares them. Each sets the addresses in the structs
-// and bumps the versions of what is written; fp_py_run then calls fp_run. They return FP_OTHER_TENSORS if a tensor is
-// not plain (csrc/python.h, read_tensor), or if one that is written may share memory with another.
+// return a status, and after them the scales of K and V in formats and the last columns of q, any of which may be None.
+// fp_py_bind ignores the stream. fp_py_bind stores the tensors' properties; fp_py_run compares them. Each sets the
+// addresses in the structs and bumps the versions of what is written; fp_py_run then calls fp_run. They return
+// FP_OTHER_TENSORS if a tensor is not plain (csrc/python.h, read_tensor), or if one that is written may share memory
+// with another.
 FP_API void* fp_py_bind(void* self, void* const* arguments, intptr_t count);
 FP_API void* fp_py_run(void* self, void* const* arguments, intptr_t count);
 // Any number of tensors: FP_OTHER_TENSORS where one is no plain one, or has no elements.

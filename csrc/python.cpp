@@ -1,6 +1,7 @@
 // The functions that Python calls without ctypes: tensors arrive as objects, which torch's DLPack functions read.
 #include "python.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace flashpage::host {
@@ -16,6 +17,8 @@ int32_t dtype_of(const dlpack::Tensor& tensor) {
   std::memcpy(&dtype, &tensor.dtype, sizeof(dtype));
   return dtype;
 }
+
+char* first_byte(const dlpack::Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
 
 fp_tensor_form form_of(const dlpack::Tensor& tensor) {
   fp_tensor_form form{
@@ -41,16 +44,15 @@ struct Arguments {
   fp_bound_run* run;
   void *q, *k, *v, *out, *lse;
   void* scales[2];  // of K and V, or None
+  void* q_tail;     // or None
 
   Arguments(void* const* given, intptr_t count)
-      : run(pointer<fp_bound_run>(given[0])),
-        q(given[1]),
-        k(given[2]),
-        v(given[3]),
-        out(given[4]),
-        lse(given[5]),
-        scales{count > 8 ? given[7] : const_cast<void*>(python.none),
-               count > 8 ? given[8] : const_cast<void*>(python.none)} {}
+      : run(pointer<fp_bound_run>(given[0])), q(given[1]), k(given[2]), v(given[3]), out(given[4]), lse(given[5]) {
+    const auto optional = [&](intptr_t i) { return i < count ? given[i] : const_cast<void*>(python.none); };
+    scales[0] = optional(7);
+    scales[1] = optional(8);
+    q_tail = optional(9);
+  }
 };
 
 bool remember(void* object, fp_tensor_form& form) {
@@ -63,11 +65,22 @@ bool remember(void* object, fp_tensor_form& form) {
   return has_storage(object, tensor);
 }
 
+bool remember_tail(const Arguments& given) {
+  fp_bound_run& run = *given.run;
+  run.q_tail_offset = 0;
+  if (!remember(given.q_tail, run.q_tail)) return false;
+  dlpack::Tensor q, tail;
+  if (given.q_tail == python.none) return true;
+  if (!read_tensor(given.q, q) || !read_tensor(given.q_tail, tail)) return false;
+  run.q_tail_offset = first_byte(tail) - first_byte(q);
+  return true;
+}
+
 // The address of a tensor that fits `form`; null if it does not, or if the object is no plain tensor.
 char* address(void* object, fp_tensor_form& form) {
   dlpack::Tensor tensor;
   if (!read_tensor(object, tensor) || !fits(tensor, form)) return nullptr;
-  char* data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  char* data = first_byte(tensor);
   const int64_t storage = storage_bytes(object);
   if (data != form.last_data || storage != form.last_storage_bytes) {
     if (!is_inside(object, tensor, form.bytes, storage)) return nullptr;
@@ -79,6 +92,13 @@ char* address(void* object, fp_tensor_form& form) {
 
 bool overlap(const char* a, int64_t a_bytes, const char* b, int64_t b_bytes) {
   return a < b + b_bytes && b < a + a_bytes;
+}
+
+// Whether the last columns of q lie behind its first ones, at `q`, as in the bound structs.
+bool has_tail(const Arguments& given, const char* q) {
+  fp_bound_run& run = *given.run;
+  if (given.q_tail == python.none) return run.q_tail.dims < 0;
+  return address(given.q_tail, run.q_tail) == q + run.q_tail_offset;
 }
 
 // The addresses of the scales that a run has; false if they do not fit the bound structs.
@@ -98,8 +118,9 @@ bool scale_addresses(const Arguments& given, char* (&found)[2]) {
 // Whether what is written may share memory with what is read, or with each other.
 bool writes_what_it_reads(const fp_bound_run& run, const char* q, const char* k, const char* v,
                           char* const (&scales)[2], const char* out, const char* lse) {
+  const int64_t q_bytes = std::max(run.q.bytes, run.q_tail_offset + run.q_tail.bytes);
   const auto is_read = [&](const char* written, int64_t bytes) {
-    return overlap(written, bytes, q, run.q.bytes) || overlap(written, bytes, k, run.k.bytes) ||
+    return overlap(written, bytes, q, q_bytes) || overlap(written, bytes, k, run.k.bytes) ||
            overlap(written, bytes, v, run.v.bytes) || overlap(written, bytes, scales[0], run.key_scales.bytes) ||
            overlap(written, bytes, scales[1], run.value_scales.bytes);
   };
@@ -117,7 +138,7 @@ void count_write(const void* object) {
 bool point(const Arguments& given) {
   fp_bound_run& run = *given.run;
   char* q = address(given.q, run.q);
-  char* out = q == nullptr ? nullptr : address(given.out, run.out);
+  char* out = q == nullptr || !has_tail(given, q) ? nullptr : address(given.out, run.out);
   char* k = out == nullptr ? nullptr : address(given.k, run.k);
   if (k == nullptr) return false;
   char* v = nullptr;
@@ -154,8 +175,8 @@ int32_t run_bound(const Arguments& given, void* stream) {
 
 int32_t bind(const Arguments& given) {
   fp_bound_run& run = *given.run;
-  const bool all = remember(given.q, run.q) && remember(given.k, run.k) && remember(given.v, run.v) &&
-                   remember(given.out, run.out) && remember(given.lse, run.lse) &&
+  const bool all = remember(given.q, run.q) && remember_tail(given) && remember(given.k, run.k) &&
+                   remember(given.v, run.v) && remember(given.out, run.out) && remember(given.lse, run.lse) &&
                    remember(given.scales[0], run.key_scales) && remember(given.scales[1], run.value_scales);
   if (!all) run.q.dims = -1;  // fits no tensor
   if (!all || !point(given)) return FP_OTHER_TENSORS;

@@ -7,7 +7,8 @@ block, SM), the lower 32 bits of a clock in nanoseconds in the upper ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +46,22 @@ def events_of(run: StampedRun, is_latent: bool) -> list[tuple[Event, ...]]:
     if is_latent:
         return [LATENT for _ in run.parts]
     return [((*DECODE, REDUCTION) if "decode" in kernel else (*PREFILL, REDUCTION)) for kernel in run.kernels]
+
+
+class Recorded(Protocol):
+    """The part of an Attention (wrappers/base.py) that a profiled run uses."""
+
+    def recorded(self) -> AbstractContextManager[Recorder]: ...
+
+
+def run_profiled(
+    attention: Recorded, buffer: Any, is_planned: bool, run: Callable[[], Any], is_latent: bool = False
+) -> Any:
+    """A run whose stamps go to the buffer, if plan was told of it."""
+    if not is_planned:
+        raise RunError("profiler_buffer was given but plan had no use_profiler: pass use_profiler=True to plan.")
+    with attention.recorded() as recorder:
+        return profiled(recorder, buffer, run, is_latent)
 
 
 def profiled(recorder: Recorder, buffer: Any, run: Callable[[], Any], is_latent: bool = False) -> Any:

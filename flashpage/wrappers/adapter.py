@@ -31,6 +31,7 @@ class Adapter(EngineState):
     """One thread at a time makes a wrapper's plans; any thread may run them, one at a time on one stream."""
 
     _length_names = PAGED  # the caller's names
+    _attention_class = Attention
 
     _causal, _window_left, _logits_soft_cap, _sm_scale = _Value(), _Value(), _Value(), _Value()
     _rope_scale, _rope_theta, _pos_encoding_mode = _Value(), _Value(), _Value()
@@ -47,7 +48,7 @@ class Adapter(EngineState):
         checks.refuse_given(jit_args=jit_args, jit_kwargs=jit_kwargs)
         self._kv_layout = checks.layout(kv_layout)
         self._backend = checks.backend(backend)
-        self._attention = Attention(
+        self._attention = self._attention_class(
             float_workspace_buffer,
             kv_layout,
             is_graph=checks.flag("use_cuda_graph", use_cuda_graph),

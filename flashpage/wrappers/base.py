@@ -51,7 +51,6 @@ from ..run.checks import (
     signature_of,
     wait_for,
 )
-from ..run.profiler_buffer import profiled
 from ..run.stamps import Recorder
 from . import operators
 from .lse_mode import in_base_e, is_natural
@@ -224,7 +223,7 @@ class Attention(Unique):
 
     def run(
         self,
-        q: torch.Tensor,
+        q: Any,
         cache: Any,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -239,9 +238,8 @@ class Attention(Unique):
         if values is None:
             values = self.values
         if is_dynamo_compiling() or _len_torch_dispatch_stack():
-            return operators.run(
-                self, values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
-            )
+            tensors = self._plain(Tensors(q, as_cache(cache), out, lse))
+            return operators.run(self, values, tensors, return_lse, scales, sinks, enable_pdl)
         if self._hadamard_queries:
             q = rotated_queries(q, self.options)
         bound = self._local.bound
@@ -263,7 +261,10 @@ class Attention(Unique):
             torch.empty(bound.lse_shape, dtype=torch.float32, device=self.device) if return_lse and lse is None else lse
         )
         stream = 0 if self._raw_stream is None else self._raw_stream(self._device_index)
-        if cache.__class__ is tuple and len(cache) == 2:
+        if q.__class__ is tuple:  # of LatentAttention
+            k, v = cache if cache.__class__ is tuple else (cache, None)
+            status = self._run_tensors(bound.address, q[0], k, v, to, lse_to, stream, None, None, q[1])
+        elif cache.__class__ is tuple and len(cache) == 2:
             status = self._run_tensors(bound.address, q, *cache, to, lse_to, stream)
         elif cache.__class__ is tuple and len(cache) == 4:
             status = self._run_tensors(bound.address, q, *cache[:2], to, lse_to, stream, *cache[2:])
@@ -275,15 +276,6 @@ class Attention(Unique):
                 return self._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl)
             native.check(status)
         return (to, lse_to) if return_lse else to
-
-    def run_profiled(
-        self, buffer: Any, is_planned: bool, run: Callable[..., Any], given: tuple[Any, ...], is_latent: bool = False
-    ) -> Any:
-        """A run whose stamps go to FlashInfer's profiler buffer."""
-        if not is_planned:
-            raise RunError("profiler_buffer was given but plan had no use_profiler: pass use_profiler=True to plan.")
-        with self.recorded() as recorder:
-            return profiled(recorder, buffer, lambda: run(*given), is_latent)
 
     def run_of(self, lse_mode: str) -> Callable[..., Any]:
         """`run` with LSEs of a mode: itself for "base2"; for "basee" the LSE is multiplied by ln 2 in place."""
@@ -305,6 +297,7 @@ class Attention(Unique):
     ) -> Any:
         """A run that differs from the last one: other options or tensors, or tensors that C cannot compare."""
         return_lse = checks.flag("return_lse", return_lse, RunError)
+        given, tensors = tensors, self._plain(tensors)
         outputs = (output for output in (tensors.out, tensors.lse) if output is not None)
         is_odd = tensors.cache.__class__ is tuple and len(tensors.cache) not in (2, 4)
         if is_odd or self._judge_tensors(tensors.q, *parts_of(tensors.cache).values(), *outputs):
@@ -339,11 +332,20 @@ class Attention(Unique):
             bound.point(q, cache, out, lse)
             bound.point_scales(scales_of_rows, (out, lse))
             torch.autograd.graph.increment_version([out] if lse is None else [out, lse])
+        elif given is not tensors:
+            self._bind_given(bound, given, Tensors(q, cache, out, lse))
         if self._device_index >= 0:
             bound.args.stream = current_stream(self._device_index)
         if status := self._run_kernels(bound.args_address):
             native.check(status)
         return (out, lse) if return_lse else out
+
+    def _plain(self, given: Tensors) -> Tensors:
+        """The tensors as kernels read them."""
+        return given
+
+    def _bind_given(self, bound: Binding, given: Tensors, plain: Tensors) -> None:
+        """Lets C compare later runs with the given tensors, of which the plain ones are views."""
 
     def _bind(self, signature: Any, values: RunOptions, tensors: Tensors) -> Binding:
         """Checks a run that differs from the last one, and finds or makes its structs."""

@@ -13,11 +13,21 @@ from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.warn import warn
 from ..plan.lengths import Names
 from ..plan.page_indices import Mask, Pages
+from ..run.checks import NO_SCALES
+from ..run.profiler_buffer import run_profiled
 from .adapter import Adapter
 from .engine_access.attributes import Buffer, Written, array_of_plan
 from .engine_access.cached_module import LatentPlanModule
+from .latent_attention import LatentAttention
 from .latent_batch import MLAPlanMetadata
-from .latent_run import caches_of, check_scale_mode, joined_query, scales_of, use_run_names
+from .latent_run import (
+    CACHES,
+    QUERIES,
+    check_scale_mode,
+    one_form,
+    scales_of,
+    use_run_names,
+)
 from .plan_arguments import LatentArguments, differ
 
 _LATENT = Names("qo_indptr", "kv_indptr", "kv_len_arr", "kv_len_arr", "kv_indices")
@@ -47,6 +57,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
     """
 
     _length_names = _LATENT
+    _attention_class = LatentAttention
     _kv_indptr_buf = array_of_plan(1)
     _kv_indices_buf = Buffer(lambda state: state._planner.indices.tensor)
     _kv_len_arr_buf = Buffer(lambda state: state._planner.kv_lens().to(state.device, torch.int32))
@@ -238,6 +249,11 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         return MLAPlanMetadata(**arrays)
 
     def _plan(self, given: MLAPlanMetadata, mask: Mask | None) -> None:
+        if given.is_csr:
+            self._planner.batch.names = _LATENT
+            lengths = given.qo_indptr, given.kv_indptr, None, given.kv_len_arr
+            self._attention.plan(lengths, (given.kv_indices, None, True, None), self._options, self._now, mask)
+            return
         self._planner.batch.names = _DENSE if given.is_dense else _LATENT
         try:
             if given.is_on_device and mask is None:
@@ -320,20 +336,24 @@ class BatchMLAPagedAttentionWrapper(Adapter):
                 bmm2_scale=bmm2_scale,
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             )
-        options = self._options if self._planner.active else None
-        scales = scales_of(options, ckv_scale, ckv_scale_arr, kpe_scale)
-        q = joined_query(options, query, q_nope, q_pe)
-        cache = caches_of(options, kv_cache, ckv_cache, kpe_cache)
-        return_lse = checks.flag("return_lse", return_lse, RunError)
-        if return_lse_base_on_e is not False:
+        scales = NO_SCALES
+        if not ckv_scale is ckv_scale_arr is kpe_scale is None:
+            options = self._options if self._planner.active else None
+            scales = scales_of(options, ckv_scale, ckv_scale_arr, kpe_scale)
+        q: Any = (q_nope, q_pe) if query is None else one_form("query", query, QUERIES, q_nope, q_pe)
+        cache: Any = (ckv_cache, kpe_cache)
+        if kv_cache is not None:
+            cache = one_form("kv_cache", kv_cache, CACHES, ckv_cache, kpe_cache)
+        run = self._attention.run
+        if return_lse_base_on_e is not False or self._lse_mode == "basee":
             checks.flag("return_lse_base_on_e", return_lse_base_on_e, RunError)
-        run = self._attention.run_of("basee" if return_lse_base_on_e or self._lse_mode == "basee" else "base2")
+            run = self._attention.run_of("basee")
         try:
-            part = cache if len(cache) > 1 else cache[0]
-            given = (q, part, out, lse, return_lse, self._now, scales, sinks, self._enable_pdl)
             if self._uses_profiler or profiler_buffer is not None:
-                return self._attention.run_profiled(profiler_buffer, self._uses_profiler, run, given, is_latent=True)
-            return run(*given)
+                given = (q, cache, out, lse, return_lse, self._now, scales, sinks, self._enable_pdl)
+                stamped = functools.partial(run, *given)
+                return run_profiled(self._attention, profiler_buffer, self._uses_profiler, stamped, is_latent=True)
+            return run(q, cache, out, lse, return_lse, self._now, scales, sinks, self._enable_pdl)
         except FlashpageError as error:
             use_run_names(error, query, kv_cache)
             raise

@@ -73,6 +73,13 @@ class MLAPlanMetadata(NamedTuple):
         return MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr, *dense)
 
     @property
+    def is_csr(self) -> bool:
+        """Whether the batch is in the form of `csr` alone, with all its lengths."""
+        if self.qo_indptr is None or self.kv_len_arr is None:
+            return False
+        return self.cum_seq_lens_q is self.block_tables is self.seq_lens is None
+
+    @property
     def is_dense(self) -> bool:
         """Whether the batch is in the form of `dense` alone."""
         if not (self.qo_indptr is self.kv_indptr is self.kv_indices is self.kv_len_arr is None):

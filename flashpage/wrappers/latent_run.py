@@ -10,35 +10,51 @@ from torch.compiler import is_dynamo_compiling
 from ..base import checks
 from ..base.dtypes import DType
 from ..base.errors import FlashpageError, PlanError, RunError
+from ..base.kv_view import Cache
 from ..kernels import latent_formats
 from ..kernels.options import Options
 from ..run.checks import NO_SCALES
 
-# The callers' names for the inner interface's cache.
-_CACHES = {"k": "ckv_cache", "v": "kpe_cache", "paged_kv_cache": "ckv_cache"}
-_QUERIES, _SPLIT_CACHES = ("q_nope", "q_pe"), ("ckv_cache", "kpe_cache")
+QUERIES, CACHES = ("q_nope", "q_pe"), ("ckv_cache", "kpe_cache")
+# These names for the inner interface's cache.
+_INNER = {"k": "ckv_cache", "v": "kpe_cache", "paged_kv_cache": "ckv_cache"}
 _PAIRS = (tuple, list)
 
 
 def use_run_names(error: FlashpageError, query: Any, kv_cache: Any) -> None:
     """Puts the caller's names into an error of a run in place of the inner interface's."""
     error.use_names({"q": "q_nope and q_pe" if query is None else "query"})
+    if query is not None:
+        error.use_names({"q_nope": "query[0]", "q_pe": "query[1]"})
     if kv_cache is None:
-        error.use_names(_CACHES)
+        error.use_names(_INNER)
     else:
         first, second = ("kv_cache[0]", "kv_cache[1]") if kv_cache.__class__ in _PAIRS else ("kv_cache", "kv_cache")
         error.use_names({"k": first, "v": second, "paged_kv_cache": first, "ckv_cache": first, "kpe_cache": second})
     error.use_names({"k_scale": "ckv_scale", "v_scale": "kpe_scale"})
 
 
-def joined_query(options: Options | None, query: Any, q_nope: Any, q_pe: Any) -> torch.Tensor:
-    """The queries of a run as one tensor; `options` None: nothing is planned."""
-    parts = _pair("query", _QUERIES, query, q_nope, q_pe)
+def one_form(name: str, whole: Any, part_names: tuple[str, str], *parts: Any) -> Any:
+    """What a run was given in place of its two parts: one tensor, or a pair."""
+    if not parts[0] is parts[1] is None:
+        raise RunError(f"{name} and {' and '.join(part_names)} are both given: pass one tensor, or two.")
+    if whole.__class__ not in _PAIRS:
+        return whole
+    if len(whole) != 2:
+        raise RunError(f"{name} has {len(whole)} entries: pass one tensor, or the pair of its parts.")
+    for form, other in (whole, whole[::-1]):  # FlashInfer's pair of both forms
+        if form.__class__ in _PAIRS:
+            return checks.tensor(other, name, RunError)
+    return tuple(whole)
+
+
+def joined_query(options: Options | None, q: Any) -> torch.Tensor:
+    """The queries of a run, one tensor or a pair, as one tensor; `options` None: nothing is planned."""
+    parts = _pair(QUERIES, q)
     if len(parts) == 2 and options is not None and parts[0].shape[2] != options.head_dim_vo:
-        name = "q_nope" if query is None else "query[0]"
         raise RunError(
-            f"{name} has {parts[0].shape[2]} columns but the plan has head_dim_ckv={options.head_dim_vo}: "
-            "pass q_nope and q_pe in this order."
+            f"q_nope has {parts[0].shape[2]} columns but the plan has head_dim_ckv={options.head_dim_vo}: "
+            "pass the columns that K and V share first."
         )
     return _joined(parts)
 
@@ -71,53 +87,39 @@ def scales_of(options: Options | None, ckv: Any, ckv_of_tokens: Any, kpe: Any) -
     return None, ckv if ckv_of_tokens is None else ckv_of_tokens, kpe
 
 
-def caches_of(options: Options | None, whole: Any, ckv: Any, kpe: Any) -> tuple[torch.Tensor, ...]:
+def latent_cache_of(options: Options | None, cache: Any) -> Cache:
     """One cache, or two of which the second has columns."""
     packed = None if options is None else options.latent_row_format
     if packed is None:
-        return _pair("kv_cache", _SPLIT_CACHES, whole, ckv, kpe)
-    if kpe is not None or (whole is not None and ckv is not None) or whole.__class__ in _PAIRS:
-        raise RunError(f"rows of {packed.row_bytes} bytes are one cache: pass kv_cache alone.")
-    rows = checks.tensor(ckv if whole is None else whole, "kv_cache", RunError)
-    return (rows.view(torch.float8_e4m3fn) if rows.dtype in (torch.uint8, torch.int8) else rows,)
+        parts = _pair(CACHES, cache)
+        return parts if len(parts) == 2 else parts[0]
+    rows = cache
+    if cache.__class__ is tuple:
+        if cache[1] is not None:
+            raise RunError(f"rows of {packed.row_bytes} bytes are one cache: pass kv_cache alone.")
+        rows = cache[0]
+    rows = checks.tensor(rows, "kv_cache", RunError)
+    return rows.view(torch.float8_e4m3fn) if rows.dtype in (torch.uint8, torch.int8) else rows
 
 
-def _pair(
-    name: str, part_names: tuple[str, str], whole: Any, first: Any, second: Any
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor]:
+def _pair(names: tuple[str, str], given: Any) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor]:
     """One tensor, or two of which the second has columns."""
-    names = part_names
-    if whole is not None:
-        if first is not None or second is not None:
-            raise RunError(f"{name} and {' and '.join(names)} are both given: pass one tensor, or two.")
-        whole = _one_form(name, whole) if whole.__class__ in _PAIRS else whole
-        if whole.__class__ not in _PAIRS:
-            return (whole,)
-        first, second = whole
-        names = f"{name}[0]", f"{name}[1]"
-    elif first is None or second is None:
-        missing = names[0] if first is None else names[1]
-        raise RunError(f"{missing}=None: pass {' and '.join(names)}, or {name} alone.")
+    if given.__class__ is not tuple:
+        return (given,)
+    first, second = given
+    if first is None or second is None:
+        missing, whole = names[0 if first is None else 1], "query" if names is QUERIES else "kv_cache"
+        raise RunError(f"{missing}=None: pass {' and '.join(names)}, or {whole} alone.")
     checks.tensor(first, names[0], RunError)
     checks.tensor(second, names[1], RunError)
     shape, other = first.shape, second.shape
     if len(shape) != 3 or len(other) != 3 or shape[0] != other[0] or shape[1] != other[1]:
-        said = name if whole is not None else " and ".join(names)
-        raise RunError(f"{said} have shapes {tuple(shape)} and {tuple(other)}: pass equal leading sizes.")
+        raise RunError(
+            f"{' and '.join(names)} have shapes {tuple(shape)} and {tuple(other)}: pass equal leading sizes."
+        )
     if first.dtype != second.dtype:
-        said = name if whole is not None else " and ".join(names)
-        raise RunError(f"{said} have dtypes {first.dtype} and {second.dtype}: pass equal types.")
+        raise RunError(f"{' and '.join(names)} have dtypes {first.dtype} and {second.dtype}: pass equal types.")
     return (first, second) if other[2] else (first,)
-
-
-def _one_form(name: str, given: Any) -> Any:
-    """The pair, or the tensor if it is given with the pair of its parts."""
-    if len(given) != 2:
-        raise RunError(f"{name} has {len(given)} entries: pass one tensor, or the pair of its parts.")
-    for form, other in (given, given[::-1]):
-        if form.__class__ in _PAIRS:
-            return checks.tensor(other, name, RunError)
-    return given
 
 
 def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -14,23 +14,28 @@ from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import NO_PAGES
 from ..run.binding import Binding
-from ..run.checks import Tensors, as_cache
-from .base import Attention
-from .latent_run import caches_of, joined_query, scales_of, use_run_names
+from ..run.checks import Tensors
+from .latent_attention import LatentAttention
+from .latent_run import CACHES, QUERIES, latent_cache_of, one_form, scales_of, use_run_names
+from .operators import is_traced
 from .plan_arguments import LatentArguments, differ
 
 # The rows of q are the requests of the planner.
 SELECTED = Names("rows", "indices", "topk_length", "topk_length")
 
 
-class SelectedAttention(Attention):
+class SelectedAttention(LatentAttention):
     """An Attention whose runs read lists of tokens."""
 
     def run_indices(self, tensors: Tensors, indices: torch.Tensor, *options: Any) -> Any:
         self._local.indices = indices
         if self._local.bound is not None:
             self._point(self._local.bound)
-        return self._run_judged(self.values, tensors, *options)
+        if is_traced():
+            return self._run_judged(self.values, tensors, *options)
+        q, cache, out, lse = tensors
+        return_lse, *others = options
+        return self.run(q, cache, out, lse, return_lse, None, *others)
 
     def _bind(self, signature: Any, values: RunOptions, tensors: Tensors) -> Binding:
         bound = super()._bind(signature, values, tensors)
@@ -211,12 +216,16 @@ class BatchMLASparseAttentionWrapper:
                 f"indices has shape {tuple(lists.shape)} but the plan is for {tuple(self._indices.shape)}: plan again."
             )
         scales = scales_of(self._options, ckv_scale, ckv_scale_arr, kpe_scale)
+        q: Any = (q_nope, q_pe) if query is None else one_form("query", query, QUERIES, q_nope, q_pe)
+        cache: Any = (ckv_cache, kpe_cache)
+        if kv_cache is not None:
+            cache = one_form("kv_cache", kv_cache, CACHES, ckv_cache, kpe_cache)
         try:
-            q = joined_query(self._options, query, q_nope, q_pe)
-            cache = caches_of(self._options, kv_cache, ckv_cache, kpe_cache)
             if self._lens is not None and lists.is_cpu:
-                check_slots(lists, self._lens, cache[0].shape[0] * self._options.page_size)
-            tensors = Tensors(q, as_cache(cache if len(cache) > 1 else cache[0]), out, lse)
+                pages = latent_cache_of(self._options, cache)
+                num_pages = len(pages[0] if isinstance(pages, tuple) else pages)
+                check_slots(lists, self._lens, num_pages * self._options.page_size)
+            tensors = Tensors(q, cache, out, lse)
             return self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl)
         except FlashpageError as error:
             use_run_names(error, query, kv_cache)

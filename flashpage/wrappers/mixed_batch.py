@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..kernels.options import check_soft_cap
 from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES
+from ..run.profiler_buffer import run_profiled
 from .base import Attention
 from .lse_mode import BASE_2
 from .plan_arguments import Checked, PrefillArguments
@@ -144,6 +146,7 @@ class BatchAttention(Unique):
         run = self._attention.run if lse_mode == BASE_2 else self._attention.run_of(lse_mode)
         if self._uses_profiler or profiler_buffer is not None:
             given = (q, kv_cache, out, lse, True, values, scales)
-            return self._attention.run_profiled(profiler_buffer, self._uses_profiler, run, given)
+            stamped = functools.partial(run, *given)
+            return run_profiled(self._attention, profiler_buffer, self._uses_profiler, stamped)
         found: tuple[torch.Tensor, torch.Tensor] = run(q, kv_cache, out, lse, True, values, scales)
         return found
