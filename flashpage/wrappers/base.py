@@ -223,7 +223,7 @@ class Attention(Unique):
 
     def run(
         self,
-        q: Any,
+        q: torch.Tensor,
         cache: Any,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -232,13 +232,15 @@ class Attention(Unique):
         scales: Scales = NO_SCALES,
         sinks: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
+        q_tail: torch.Tensor | None = None,
     ) -> Any:
         """Runs one layer: in C at once, or through the operator if torch traces or intercepts calls. `values` None: as
-        planned; `scales`: of q, k and v, and of fp8 outputs."""
+        planned; `scales`: of q, k and v, and of fp8 outputs; `q_tail`: of LatentAttention alone."""
         if values is None:
             values = self.values
         if is_dynamo_compiling() or _len_torch_dispatch_stack():
-            tensors = self._plain(Tensors(q, as_cache(cache), out, lse))
+            checks.flag("return_lse", return_lse, RunError)
+            tensors = Tensors(q, as_cache(cache), out, lse)
             return operators.run(self, values, tensors, return_lse, scales, sinks, enable_pdl)
         if self._hadamard_queries:
             q = rotated_queries(q, self.options)
@@ -253,17 +255,16 @@ class Attention(Unique):
             or enable_pdl is not bound.enable_pdl
             or (return_lse is not False and return_lse is not True)
         ):
-            return self._run_judged(
-                values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
-            )
+            tensors = Tensors(q, as_cache(cache), out, lse)
+            return self._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl, q_tail)
         to = torch.empty(bound.out_shape, dtype=bound.out_dtype, device=self.device) if out is None else out
         lse_to = (
             torch.empty(bound.lse_shape, dtype=torch.float32, device=self.device) if return_lse and lse is None else lse
         )
         stream = 0 if self._raw_stream is None else self._raw_stream(self._device_index)
-        if q.__class__ is tuple:  # of LatentAttention
+        if q_tail is not None:
             k, v = cache if cache.__class__ is tuple else (cache, None)
-            status = self._run_tensors(bound.address, q[0], k, v, to, lse_to, stream, None, None, q[1])
+            status = self._run_tensors(bound.address, q, k, v, to, lse_to, stream, None, None, q_tail)
         elif cache.__class__ is tuple and len(cache) == 2:
             status = self._run_tensors(bound.address, q, *cache, to, lse_to, stream)
         elif cache.__class__ is tuple and len(cache) == 4:
@@ -273,7 +274,7 @@ class Attention(Unique):
         if status:
             if status == native.OTHER_TENSORS:
                 tensors = Tensors(q, as_cache(cache), out, lse)
-                return self._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl)
+                return self._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl, q_tail)
             native.check(status)
         return (to, lse_to) if return_lse else to
 
@@ -294,10 +295,10 @@ class Attention(Unique):
         scales: Scales,
         sinks: torch.Tensor | None,
         enable_pdl: bool | None,
+        q_tail: torch.Tensor | None = None,
     ) -> Any:
         """A run that differs from the last one: other options or tensors, or tensors that C cannot compare."""
         return_lse = checks.flag("return_lse", return_lse, RunError)
-        given, tensors = tensors, self._plain(tensors)
         outputs = (output for output in (tensors.out, tensors.lse) if output is not None)
         is_odd = tensors.cache.__class__ is tuple and len(tensors.cache) not in (2, 4)
         if is_odd or self._judge_tensors(tensors.q, *parts_of(tensors.cache).values(), *outputs):
@@ -332,20 +333,11 @@ class Attention(Unique):
             bound.point(q, cache, out, lse)
             bound.point_scales(scales_of_rows, (out, lse))
             torch.autograd.graph.increment_version([out] if lse is None else [out, lse])
-        elif given is not tensors:
-            self._bind_given(bound, given, Tensors(q, cache, out, lse))
         if self._device_index >= 0:
             bound.args.stream = current_stream(self._device_index)
         if status := self._run_kernels(bound.args_address):
             native.check(status)
         return (out, lse) if return_lse else out
-
-    def _plain(self, given: Tensors) -> Tensors:
-        """The tensors as kernels read them."""
-        return given
-
-    def _bind_given(self, bound: Binding, given: Tensors, plain: Tensors) -> None:
-        """Lets C compare later runs with the given tensors, of which the plain ones are views."""
 
     def _bind(self, signature: Any, values: RunOptions, tensors: Tensors) -> Binding:
         """Checks a run that differs from the last one, and finds or makes its structs."""

@@ -345,8 +345,9 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         if kv_cache is not None:
             cache = one_form("kv_cache", kv_cache, CACHES, ckv_cache, kpe_cache)
         run = self._attention.run
-        if return_lse_base_on_e is not False or self._lse_mode == "basee":
-            checks.flag("return_lse_base_on_e", return_lse_base_on_e, RunError)
+        if return_lse_base_on_e is not False:
+            return_lse_base_on_e = checks.flag("return_lse_base_on_e", return_lse_base_on_e, RunError)
+        if return_lse_base_on_e or self._lse_mode == "basee":
             run = self._attention.run_of("basee")
         try:
             if self._uses_profiler or profiler_buffer is not None:

@@ -17,6 +17,7 @@ from ..kernels.spec import KernelSpec
 from ..run.checks import check_places, has_pages, rows_of_pages
 from . import operators
 from .quantised_append import WIDE
+from .row_launches import launch_rows
 
 _LARGEST = 448.0  # of e4m3
 _EXPONENT_BIAS = 127  # of scales that are exponents
@@ -89,7 +90,7 @@ class LatentWrite(NamedTuple):
             head_dim_vo=ckv.shape[1],
             latent_format=self.format,
         )
-        operators.launch_rows(jit.get_kernel(spec, device), ctypes.addressof(params), ckv.shape[0], device)
+        launch_rows(jit.get_kernel(spec, device), ctypes.addressof(params), ckv.shape[0], device)
         del kept
 
     def _set_scales(self, params: native.AppendLatentParams, scales: Scales, pages: tuple[int, int]) -> Any:

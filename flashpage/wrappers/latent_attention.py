@@ -2,24 +2,68 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..run.binding import Binding
-from ..run.checks import Tensors
+from ..base.kv_view import Cache
+from ..kernels.options import RunOptions
+from ..run.checks import NO_SCALES, Scales, Tensors
 from .base import Attention
 from .latent_run import joined_query, latent_cache_of
+from .operators import is_traced
 
 
 class LatentAttention(Attention):
     """Runs get q and the cache as one tensor each, or as the pair of their columns (latent_run.py, one_form)."""
 
-    def _plain(self, given: Tensors) -> Tensors:
-        """The queries as one tensor, and one cache, or two of which the second has columns."""
-        q = joined_query(self._configured, given.q)
-        return given._replace(q=q, cache=latent_cache_of(self._configured, given.cache))
+    def run(
+        self,
+        q: Any,
+        cache: Any,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        values: RunOptions | None = None,
+        scales: Scales = NO_SCALES,
+        sinks: torch.Tensor | None = None,
+        enable_pdl: bool | None = None,
+        q_tail: torch.Tensor | None = None,
+    ) -> Any:
+        """As Attention.run; C compares the parts of pairs, and whether those of q lie side by side."""
+        lacks_part = (q.__class__ is tuple and (q[0] is None or q[1] is None)) or (
+            cache.__class__ is tuple and cache[1] is None
+        )
+        if lacks_part or is_traced():
+            q, cache = self._plain(q, cache)
+        elif q.__class__ is tuple:
+            q, q_tail = q
+        return super().run(q, cache, out, lse, return_lse, values, scales, sinks, enable_pdl, q_tail)
 
-    def _bind_given(self, bound: Binding, given: Tensors, plain: Tensors) -> None:
-        first, tail = given.q if isinstance(given.q, tuple) else (given.q, None)
-        if type(first) is torch.Tensor and first.data_ptr() == plain.q.data_ptr():  # otherwise plain.q is a copy
-            k, v = given.cache if isinstance(given.cache, tuple) else (given.cache, None)
-            self._bind_tensors(bound.address, first, k, v, plain.out, plain.lse, 0, None, None, tail)
+    def _plain(self, q: Any, cache: Any) -> tuple[torch.Tensor, Cache]:
+        """The tensors as kernels read them: one of queries, and one cache or two of which the second has columns."""
+        return joined_query(self._configured, q), latent_cache_of(self._configured, cache)
+
+    def _run_judged(
+        self,
+        values: RunOptions,
+        tensors: Tensors,
+        return_lse: bool,
+        scales: Scales,
+        sinks: torch.Tensor | None,
+        enable_pdl: bool | None,
+        q_tail: torch.Tensor | None = None,
+    ) -> Any:
+        given, cache, out, lse = tensors
+        q, plain_cache = self._plain(given if q_tail is None else (given, q_tail), cache)
+        if q is given and plain_cache is cache:
+            return super()._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl)
+        # These tensors may be like the last run's, where the given ones are not.
+        result = super().run(q, plain_cache, out, lse, return_lse, values, scales, sinks, enable_pdl)
+        is_copied = type(given) is not torch.Tensor or given.data_ptr() != q.data_ptr()
+        has_unread = q_tail is not None and q_tail.numel() == 0
+        if not (is_copied or has_unread or type(plain_cache) is not type(cache) or self.session.first_row):
+            written = result if return_lse else (result, lse)
+            k, v = cache if isinstance(cache, tuple) else (cache, None)
+            self._bind_tensors(self._local.bound.address, given, k, v, *written, 0, None, None, q_tail)
+        return result

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..base import checks
+from ..base import checks, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.kv_view import Cache
 from ..kernels import latent_formats
 from ..kernels.options import Options
 from ..run.checks import NO_SCALES
+from .operators import is_traced
 
 QUERIES, CACHES = ("q_nope", "q_pe"), ("ckv_cache", "kpe_cache")
 # These names for the inner interface's cache.
@@ -40,8 +41,9 @@ def one_form(name: str, whole: Any, part_names: tuple[str, str], *parts: Any) ->
         raise RunError(f"{name} and {' and '.join(part_names)} are both given: pass one tensor, or two.")
     if whole.__class__ not in _PAIRS:
         return whole
-    if len(whole) != 2:
-        raise RunError(f"{name} has {len(whole)} entries: pass one tensor, or the pair of its parts.")
+    if len(whole) != 2 or whole[0] is None or whole[1] is None:
+        found = "None" if len(whole) == 2 else f"{len(whole)} entries"
+        raise RunError(f"{name} has {found}: pass one tensor, or the pair of its parts.")
     for form, other in (whole, whole[::-1]):  # FlashInfer's pair of both forms
         if form.__class__ in _PAIRS:
             return checks.tensor(other, name, RunError)
@@ -50,7 +52,7 @@ def one_form(name: str, whole: Any, part_names: tuple[str, str], *parts: Any) ->
 
 def joined_query(options: Options | None, q: Any) -> torch.Tensor:
     """The queries of a run, one tensor or a pair, as one tensor; `options` None: nothing is planned."""
-    parts = _pair(QUERIES, q)
+    parts = _pair("query", QUERIES, q)
     if len(parts) == 2 and options is not None and parts[0].shape[2] != options.head_dim_vo:
         raise RunError(
             f"q_nope has {parts[0].shape[2]} columns but the plan has head_dim_ckv={options.head_dim_vo}: "
@@ -91,8 +93,8 @@ def latent_cache_of(options: Options | None, cache: Any) -> Cache:
     """One cache, or two of which the second has columns."""
     packed = None if options is None else options.latent_row_format
     if packed is None:
-        parts = _pair(CACHES, cache)
-        return parts if len(parts) == 2 else parts[0]
+        parts = _pair("kv_cache", CACHES, cache)
+        return cache if len(parts) == 2 else parts[0]
     rows = cache
     if cache.__class__ is tuple:
         if cache[1] is not None:
@@ -102,13 +104,13 @@ def latent_cache_of(options: Options | None, cache: Any) -> Cache:
     return rows.view(torch.float8_e4m3fn) if rows.dtype in (torch.uint8, torch.int8) else rows
 
 
-def _pair(names: tuple[str, str], given: Any) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor]:
+def _pair(whole: str, names: tuple[str, str], given: Any) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor]:
     """One tensor, or two of which the second has columns."""
     if given.__class__ is not tuple:
-        return (given,)
+        return (checks.tensor(given, whole, RunError),)
     first, second = given
     if first is None or second is None:
-        missing, whole = names[0 if first is None else 1], "query" if names is QUERIES else "kv_cache"
+        missing = names[0 if first is None else 1]
         raise RunError(f"{missing}=None: pass {' and '.join(names)}, or {whole} alone.")
     checks.tensor(first, names[0], RunError)
     checks.tensor(second, names[1], RunError)
@@ -135,4 +137,6 @@ def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
         and first.untyped_storage()._cdata == second.untyped_storage()._cdata
         and first.is_neg() == second.is_neg()
     )
+    if is_one and not is_traced():
+        tensor_memory.address(second, "q_pe", RunError)  # as_strided has another error for storage that was resized
     return first.as_strided((*shape[:2], shape[2] + second.shape[2]), strides) if is_one else torch.cat(parts, -1)

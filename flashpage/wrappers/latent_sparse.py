@@ -14,10 +14,11 @@ from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import NO_PAGES
 from ..run.binding import Binding
-from ..run.checks import Tensors
+from ..run.checks import Scales, Tensors
 from .latent_attention import LatentAttention
-from .latent_run import CACHES, QUERIES, latent_cache_of, one_form, scales_of, use_run_names
+from .latent_run import CACHES, QUERIES, one_form, scales_of, use_run_names
 from .operators import is_traced
+from .operators import run as run_as_operator
 from .plan_arguments import LatentArguments, differ
 
 # The rows of q are the requests of the planner.
@@ -25,17 +26,37 @@ SELECTED = Names("rows", "indices", "topk_length", "topk_length")
 
 
 class SelectedAttention(LatentAttention):
-    """An Attention whose runs read lists of tokens."""
+    """An Attention whose runs read lists of tokens.
 
-    def run_indices(self, tensors: Tensors, indices: torch.Tensor, *options: Any) -> Any:
+    Attributes:
+        lens: entries of each list that are used, if the host has them.
+    """
+
+    lens: torch.Tensor | None = None
+
+    def run_indices(
+        self,
+        tensors: Tensors,
+        indices: torch.Tensor,
+        return_lse: bool,
+        scales: Scales,
+        sinks: torch.Tensor | None,
+        enable_pdl: bool | None,
+    ) -> Any:
+        """A run over these lists; the other arguments are those of Attention.run."""
+        q, cache, out, lse = tensors
+        if is_traced():
+            checks.flag("return_lse", return_lse, RunError)
+            plain = Tensors(*self._plain(q, cache), out, lse)
+            return run_as_operator(self, self.values, plain, return_lse, scales, sinks, enable_pdl, indices)
+        if self.lens is not None and indices.is_cpu:
+            _, pages = self._plain(q, cache)
+            num_pages = len(pages[0] if isinstance(pages, tuple) else pages)
+            check_slots(indices, self.lens, num_pages * self.options.page_size)
         self._local.indices = indices
         if self._local.bound is not None:
             self._point(self._local.bound)
-        if is_traced():
-            return self._run_judged(self.values, tensors, *options)
-        q, cache, out, lse = tensors
-        return_lse, *others = options
-        return self.run(q, cache, out, lse, return_lse, None, *others)
+        return self.run(q, cache, out, lse, return_lse, None, scales, sinks, enable_pdl)
 
     def _bind(self, signature: Any, values: RunOptions, tensors: Tensors) -> Binding:
         bound = super()._bind(signature, values, tensors)
@@ -77,7 +98,6 @@ class BatchMLASparseAttentionWrapper:
         self._options: Options
         self._values: RunOptions
         self._indices: torch.Tensor
-        self._lens: torch.Tensor | None  # None: on a card
 
     def plan(
         self,
@@ -145,7 +165,8 @@ class BatchMLASparseAttentionWrapper:
             self._arguments = arguments
         lens = self._plan(lists, topk_length)
         # After a refused plan, the runs of the last one keep their lists.
-        self._indices, self._lens = self._kept(lists) if self._attention.is_graph else lists, lens
+        self._indices = self._kept(lists) if self._attention.is_graph else lists
+        self._attention.lens = lens
 
     def _kept(self, lists: torch.Tensor) -> torch.Tensor:
         """The lists, where captured runs read them."""
@@ -221,10 +242,6 @@ class BatchMLASparseAttentionWrapper:
         if kv_cache is not None:
             cache = one_form("kv_cache", kv_cache, CACHES, ckv_cache, kpe_cache)
         try:
-            if self._lens is not None and lists.is_cpu:
-                pages = latent_cache_of(self._options, cache)
-                num_pages = len(pages[0] if isinstance(pages, tuple) else pages)
-                check_slots(lists, self._lens, num_pages * self._options.page_size)
             tensors = Tensors(q, cache, out, lse)
             return self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl)
         except FlashpageError as error:
@@ -247,7 +264,8 @@ def _lists(indices: Any, name: str, device: torch.device, error: Any) -> torch.T
             f"{name} has shape {tuple(indices.shape)} and dtype {indices.dtype}: "
             "pass contiguous int32 [rows, topk] or [batch, rows, topk]."
         )
-    tensor_memory.address(indices, name, error)
+    if not is_traced():
+        tensor_memory.address(indices, name, error)
     return indices.flatten(0, -2)
 
 

@@ -20,18 +20,14 @@ import torch
 
 from .. import jit, native
 from ..base import checks, kv_view, tensor_memory
-from ..base.dtypes import DType
-from ..base.errors import CapabilityError, RunError
+from ..base.errors import RunError
 from ..base.tensor_memory import waited
 from ..kernels import helpers
 from ..kernels.options import Options, RunOptions
 from ..kernels.spec import KernelSpec
 from ..native import fastcall
-from ..plan.session import current_stream
 from ..run.checks import Scales, Tensors, cache_of, check_places, has_pages, scales_of
-
-_ROWS_PER_CTA = 8  # merge_states and append: one row for each warp
-_CONTIGUOUS = torch.contiguous_format
+from .row_launches import launch_merge, launch_rows, rows_of, vector_rows
 
 
 class Runnable(Protocol):
@@ -112,8 +108,10 @@ def run(
     scales: Scales,
     sinks: torch.Tensor | None,
     enable_pdl: bool | None,
+    indices: torch.Tensor | None = None,
 ) -> Any:
-    """A wrapper's run as an operator; it allocates the outputs, so that the graph knows their shapes."""
+    """A wrapper's run as an operator; it allocates the outputs, so that the graph knows their shapes. `indices`: the
+    lists of a SelectedAttention (latent_sparse.py)."""
     q, cache, out, lse = tensors
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], wrapper.options.head_dim_vo), dtype=wrapper.out_dtype)
@@ -125,7 +123,7 @@ def run(
     operator = getattr(torch.ops.flashpage, name)
     parts = [part for part in cache if part is not None] if isinstance(cache, tuple) else [cache]
     of_inputs = (*numbers[:3], *arrays[:3])
-    operator(wrapper.handle, q, parts, out, lse, *values, *of_inputs, sinks, enable_pdl, numbers[3], arrays[3])
+    operator(wrapper.handle, q, parts, out, lse, *values, *of_inputs, sinks, enable_pdl, numbers[3], arrays[3], indices)
     return (out, lse) if return_lse else out
 
 
@@ -152,8 +150,9 @@ def _run(
     enable_pdl: bool | None,
     o_scale: float | None = None,
     o_scales: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
 ) -> None:
-    wrapper = WRAPPERS.get(handle)
+    wrapper: Any = WRAPPERS.get(handle)
     if wrapper is None:
         raise RunError(
             f"handle={handle} is of a wrapper that no longer exists: keep the wrapper as long as its graph runs."
@@ -162,55 +161,20 @@ def _run(
     parts = cache_of(cache, wrapper.options)
     numbers, arrays = (q_scale, k_scale, v_scale, o_scale), (q_scales, k_scales, v_scales, o_scales)
     scales = scales_of(*(array if number is None else number for number, array in zip(numbers, arrays, strict=True)))
-    wrapper.run(q, parts, out, lse, False, values, scales, sinks, enable_pdl)
+    if indices is None:
+        wrapper.run(q, parts, out, lse, False, values, scales, sinks, enable_pdl)
+    else:
+        wrapper.run_indices(Tensors(q, parts, out, lse), indices, False, scales, sinks, enable_pdl)
 
 
 # ---------------------------------------------------------------- merging
-
-
-def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
-    """Sets the parameters that all merges share, and launches."""
-    if params.rows * params.num_heads * params.head_dim == 0:
-        return
-    address = ctypes.addressof(params)
-    if v.device.type == "cpu":
-        native.check(native.load().fp_cpu_merge_states(address, DType.of(v.dtype).host_code))
-        return
-    if params.head_dim % 4:
-        raise CapabilityError(
-            f"head_dim={params.head_dim} is not a multiple of 4: the merge kernel reads four at a time."
-        )
-    if params.out % (4 * v.element_size()):
-        raise RunError(
-            f"the output starts at {params.out:#x}: the merge kernel writes four elements at a time. "
-            f"Pass memory that starts on {4 * v.element_size()} bytes."
-        )
-    kernel = jit.get_kernel(KernelSpec("merge_states", q_dtype=DType.of(v.dtype)), v.device)
-    launch_rows(kernel, address, params.rows * params.num_heads, v.device)
-
-
-def launch_rows(kernel: jit.LoadedKernel, address: int, warps: int, device: torch.device) -> None:
-    grid = min(-(-warps // _ROWS_PER_CTA), helpers.MOST_CTAS)
-    native.check(native.load().fp_launch(kernel.handle, address, grid, current_stream(device.index), 0))
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, contiguous in its last dimension."""
-    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def vector_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy, with rows that begin on four elements, which the kernel on a card loads at once."""
-    at_four, strides = 4 * tensor.element_size(), tensor.stride()[:-1]
-    is_aligned = not any(stride * tensor.element_size() % at_four for stride in strides)
-    return tensor if is_aligned and tensor.data_ptr() % at_four == 0 else tensor.clone(memory_format=_CONTIGUOUS)
 
 
 def _merge_pair(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor,
 ) -> None:  # fmt: skip
-    v, v_other, s, s_other = _rows(v), _rows(v_other), _rows(s), _rows(s_other)
+    v, v_other, s, s_other = rows_of(v), rows_of(v_other), rows_of(s), rows_of(s_other)
     if not v.is_cpu:
         v, v_other = vector_rows(v), vector_rows(v_other)
     if v.stride() != v_other.stride():
@@ -234,7 +198,7 @@ def _merge_pair(
         num_heads=v.shape[1],
         head_dim=v.shape[2],
     )
-    _merge(params, v)
+    launch_merge(params, v)
 
 
 def _merge_state(
@@ -267,7 +231,7 @@ def _merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _merge_states_into(v: torch.Tensor, s: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    v, s = _rows(v), _rows(s)
+    v, s = rows_of(v), rows_of(s)
     if not v.is_cpu:
         v = vector_rows(v)
     params = native.MergeStatesParams(
@@ -285,7 +249,7 @@ def _merge_states_into(v: torch.Tensor, s: torch.Tensor, out: torch.Tensor, lse:
         num_heads=v.shape[2],
         head_dim=v.shape[3],
     )
-    _merge(params, v)
+    launch_merge(params, v)
 
 
 def _merge_states_fake(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -355,7 +319,8 @@ _RUN_SCHEMA = (
     "(int handle, Tensor q, Tensor[] cache, Tensor(a!) out, Tensor(b!)? lse, bool causal, int window_left, "
     "float logits_soft_cap, float? sm_scale, float? rope_scale, float? rope_theta, str pos_encoding_mode, "
     "float? q_scale, float? k_scale, float? v_scale, Tensor? q_scales, Tensor? k_scales, Tensor? v_scales, "
-    "Tensor? sinks, bool? enable_pdl, float? o_scale=None, Tensor? o_scales=None) -> ()"
+    "Tensor? sinks, bool? enable_pdl, float? o_scale=None, Tensor? o_scales=None, "
+    "Tensor? indices=None) -> ()"
 )
 _SOURCES = "paged", "ragged", "latent", "selected"  # Options.kv_source
 _OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (

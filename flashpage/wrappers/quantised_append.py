@@ -17,6 +17,7 @@ from ..kernels.kv_formats import KvFormat
 from ..kernels.spec import KernelSpec
 from ..run.checks import check_places, has_pages
 from . import operators
+from .row_launches import launch_rows
 
 WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
 
@@ -249,7 +250,7 @@ class QuantisedWrite:
         if not is_here:
             row_lanes = max(1 << (-(-dim // 16) - 1).bit_length() for dim in (key.shape[2], value.shape[2]))
             warps = -(-params.nnz * params.num_kv_heads * row_lanes // 32)  # a lane has 16 columns of a row
-            operators.launch_rows(kernel, address, warps, self.device)
+            launch_rows(kernel, address, warps, self.device)
             return
         run = native.RunArgs(count=1)
         run.launches[0].kernel, run.launches[0].params, run.launches[0].grid = kernel.handle, address, params.nnz

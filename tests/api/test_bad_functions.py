@@ -97,7 +97,7 @@ def test_packing_and_merging_read_values_not_memory() -> None:
 
 def test_views_between_a_card_s_loads_are_copied() -> None:
     """The merge kernel loads four elements at once (on a card: tests/card/test_card_ops.py)."""
-    from flashpage.wrappers.operators import vector_rows
+    from flashpage.wrappers.row_launches import vector_rows
 
     whole = torch.arange(8 * 4 * 130, dtype=torch.float16).view(8, 4, 130)
     aligned, inside = torch.zeros(8, 4, 128).half(), whole[..., 1:129]

@@ -53,6 +53,7 @@ def test_modes_of_lse() -> None:
         assert found is lse
         close(lse, batch.lse * factor)
         close(wrapper.run_return_lse(*batch.parts(), return_lse_base_on_e=True)[1], batch.lse * math.log(2))
+        close(wrapper.run_return_lse(*batch.parts(), return_lse_base_on_e=0)[1], batch.lse * factor)
     wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)
     with pytest.raises(PlanError, match="both give the batch"):  # after which the plan before holds, with its mode
         wrapper.plan(metadata=batch.csr(), qo_indptr=batch.q_indptr, **SIZES, **OPTIONS, lse_mode="basee")

@@ -56,6 +56,23 @@ def test_each_layer_has_its_lists(tensors: Any) -> None:
     assert "latent" in wrapper.last_plan.explain() or wrapper.last_plan.work_items()
 
 
+def test_under_compile(tensors: Any) -> None:
+    """A run is one operator, which gets the lists of its layer, and of later plans."""
+    q, cache, lists = tensors
+    wrapper, other = made(), lists.flip(0).contiguous()
+    wrapper.plan(lists, **OPTIONS)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layers(q: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        parts = (q[..., :CKV], q[..., CKV:], cache[..., :CKV], cache[..., CKV:])
+        return wrapper.run(*parts) + 2 * wrapper.run(query=q, kv_cache=cache, indices=indices)
+
+    close(layers(q, cache, other), exact(q, cache, lists) + 2 * exact(q, cache, other))
+    close(layers(q, cache, lists), 3 * exact(q, cache, lists))
+    wrapper.plan(other, **OPTIONS)
+    close(layers(q, cache, lists), exact(q, cache, other) + 2 * exact(q, cache, lists))
+
+
 def test_a_window_and_a_list_in_one_softmax(tensors: Any) -> None:
     """DeepSeek V4 reads two caches; states of both are merged."""
     q, cache, lists = tensors

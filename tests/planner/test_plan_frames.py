@@ -1,88 +1,24 @@
-"""How many calls known options take: a plan at most five Python frames of the package (over latent rows eight) and one
-foreign call, a run two frames and one foreign call."""
+"""How many calls known options take: a plan at most five Python frames of the package and one foreign call, a run two
+frames and one foreign call. (test_latent_frames.py is about latent rows.)"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from counted_calls import check, count, indptr, lengths, workspace
 
 import flashpage
-from flashpage import native
 from flashpage.errors import PlanError
 from flashpage.kernels import choose, cpu_attention
 from flashpage.plan import mixed_batch
 from flashpage.plan.report.mixed import PartedPlan
 
-PACKAGE = str(Path(flashpage.__file__).parent)
 HEADS = (4, 2, 64, 16)
-MOST_FRAMES, MOST_LATENT_FRAMES = 5, 8
 FP32 = {"q_data_type": torch.float32}
-LATENT = {"num_heads": 4, "head_dim_ckv": 64, "head_dim_kpe": 16, "page_size": 16, "sm_scale": 0.1} | FP32
 SLOPES = torch.linspace(-1, 0, 4)
-
-
-def lengths(tokens: list[int]) -> tuple[torch.Tensor, ...]:
-    lens = torch.tensor(tokens)
-    pages = -(-lens // 16)
-    indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0)])
-    return indptr.int(), torch.arange(int(indptr[-1])).int(), ((lens - 1) % 16 + 1).int()
-
-
-def indptr(rows: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *rows]).cumsum(0).int()
-
-
-def workspace() -> torch.Tensor:
-    return torch.empty(16 << 20, dtype=torch.uint8)
-
-
-def count(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
-    """Counts the package's frames and the foreign calls."""
-    frames: list[str] = []
-    foreign: list[str] = []
-    library = native.load()
-
-    def counted(name: str, function: Any) -> Callable[..., Any]:
-        def call_it(*arguments: Any) -> Any:
-            foreign.append(name)
-            return function(*arguments)
-
-        return call_it
-
-    with monkeypatch.context() as patched:
-        for name, function in list(vars(library).items()):
-            if name.startswith("fp_"):
-                patched.setitem(vars(library), name, counted(name, function))
-
-        def watch(frame: Any, event: str, what: Any) -> None:
-            code = frame.f_code
-            if event == "call" and code.co_filename.startswith(PACKAGE):
-                frames.append(f"{Path(code.co_filename).name}:{code.co_name}")
-            elif event == "c_call" and getattr(what, "__name__", "").startswith("fp_py_"):
-                foreign.append(what.__name__)
-
-        sys.setprofile(watch)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-    return frames, foreign
-
-
-def check(
-    first: Callable[[], Any], again: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, most: int = MOST_FRAMES
-) -> None:
-    first()
-    frames, foreign = count(again, monkeypatch)
-    assert foreign == ["fp_py_plan"], frames
-    assert len(frames) <= most, frames
 
 
 def test_decode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,54 +183,6 @@ def test_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ragged.run(q, k, k)
     frames, foreign = count(lambda: ragged.run(q, k, k), monkeypatch)
     assert foreign == ["fp_py_run"] and len(frames) == 2, frames
-
-
-def test_latent_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over latent rows too, where q and the cache are one tensor each or two side by side; a query in two places is
-    copied, and takes more."""
-    q, cache = torch.randn(2, 4, 80), torch.randn(8, 16, 80)
-    kv, pages, _ = lengths([40, 5])
-    wrapper = flashpage.BatchMLAPagedAttentionWrapper(workspace())
-    batch = flashpage.MLAPlanMetadata.csr(indptr([1, 1]), kv, pages, torch.tensor([40, 5]))
-    wrapper.plan(metadata=batch, **LATENT)
-    check(
-        lambda: wrapper.plan(metadata=batch._replace(kv_len_arr=torch.tensor([41, 6])), **LATENT),
-        lambda: wrapper.plan(metadata=batch, **LATENT),
-        monkeypatch,
-        MOST_LATENT_FRAMES,
-    )
-    (q_nope, q_pe), (ckv, kpe) = (side.split([64, 16], -1) for side in (q, cache))
-    expected = wrapper.run(q_nope, q_pe, ckv, kpe)
-    for given in (
-        {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv, "kpe_cache": kpe},
-        {"query": q, "kv_cache": cache},
-        {"query": [q_nope, q_pe], "kv_cache": cache},
-        {"query": q, "ckv_cache": ckv, "kpe_cache": kpe},
-    ):
-        wrapper.run(**given)
-        frames, foreign = count(lambda given=given: wrapper.run(**given), monkeypatch)
-        assert foreign == ["fp_py_run"] and len(frames) <= 4, frames
-        torch.testing.assert_close(wrapper.run(**given), expected)
-    for tail in (q_pe.clone(), torch.zeros_like(q)[..., 64:]):
-        other = wrapper.run(torch.cat([q_nope, tail], -1)[..., :64], tail, ckv, kpe)
-        assert torch.equal(other, expected) is bool(tail.any())
-        torch.testing.assert_close(wrapper.run(q_nope, q_pe, ckv, kpe), expected)
-
-
-def test_sparse_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists of tokens, which may differ from layer to layer."""
-    q, cache = torch.randn(2, 4, 80), torch.randn(8, 16, 80)
-    wrapper = flashpage.BatchMLASparseAttentionWrapper(workspace())
-    lists = torch.tensor([[3, 9, 100, -1], [0, 127, -1, 5]], dtype=torch.int32)
-    wrapper.plan(lists, **LATENT)
-    results = []
-    for indices in (lists, lists.flip(0).contiguous(), lists):
-        wrapper.run(query=q, kv_cache=cache, indices=indices)
-        run = functools.partial(wrapper.run, query=q, kv_cache=cache, indices=indices)
-        assert count(run, monkeypatch)[1] == ["fp_py_run"]
-        results.append(run())
-    torch.testing.assert_close(results[0], results[2])
-    assert not torch.allclose(results[0], results[1])
 
 
 def test_runs_with_scales(monkeypatch: pytest.MonkeyPatch) -> None:
