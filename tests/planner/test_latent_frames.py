@@ -1,5 +1,5 @@
-"""How many calls take plans and runs over latent rows whose options are known: a plan at most eight Python frames of the
-package and one foreign call, a run six frames and one foreign call."""
+"""How many calls take plans and runs over latent rows whose options are known: a plan at most eight Python frames of
+the package and one foreign call, a run six frames and one foreign call."""
 
 from __future__ import annotations
 
