@@ -137,6 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--sample", action="store_true", help="CUDA: a spec of each attention kernel for each target, not the list"
     )
+    parser.add_argument("--half", type=int, choices=(0, 1), help="every second kernel, from this one on")
     parser.add_argument("--default-only", action="store_true", help="CUDA: only the default specs")
     parser.add_argument(
         "--manifest", type=Path, help="build the kernels of this file (flashpage.jit.write_manifest), not the list"
@@ -152,6 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
                 kernels = checked(targets)
             else:
                 kernels = sample(targets) if given.sample else listed(targets, given.default_only)
+            kernels = kernels if given.half is None else kernels[given.half :: 2]
     except (OSError, ValueError) as error:
         parser.error(f"{given.manifest}: not a manifest: {error}" if given.manifest else str(error))
     results = check(kernels, given.jobs) if given.check else build_into(given.output, kernels, given.jobs)

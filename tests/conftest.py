@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
 from collections import defaultdict
@@ -19,6 +20,7 @@ from native_build import quick_builds, share_builds
 
 LOGGERS = (logging.root, logging.getLogger("flashpage"))
 MARKERS = {
+    "build": "tests of an alternating file with equal arguments of this mark use one build",
     "slow": "takes more than a few seconds",
     "rare": "takes paths that other tests take too, and seconds in compilers; only CI runs it (--rare)",
     "cuda": "needs an NVIDIA card",
@@ -68,6 +70,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="skip slow tests, and most rows of long tables")
     parser.addoption("--rare", action="store_true", help="run rare tests too, as CI does")
+    parser.addoption(
+        "--half", type=int, choices=(0, 1), help="run this half of the rare tests and of ALTERNATING; CI: a half a day"
+    )
     parser.addoption("--engines", action="store_true", help="run real engines of vLLM and SGLang too")
 
 
@@ -89,6 +94,12 @@ SLOW = {
 }
 
 
+# Tests of kernels on the host: each of their builds takes seconds, for paths that mostly have other builds, too.
+ALTERNATING = {
+    *("kernels/test_decode_formats", "kernels/test_decode_units", "kernels/test_latent_kernel"),
+    *("kernels/test_latent_rows", "kernels/test_many_rows", "kernels/test_prefill_kernel", "kernels/test_widen_pages"),
+}
+
 # Their processes take minutes of CPU time, which `make test` does not have: CI calls `make test-engines` next to it.
 ENGINES = {"engines/test_sglang_engine", "engines/test_vllm_engine"}
 
@@ -104,6 +115,22 @@ def _leave_out_rare(config: pytest.Config, items: list[pytest.Item]) -> None:
     rare = [item for item in items if item.get_closest_marker("rare")]
     config.hook.pytest_deselected(items=rare)
     items[:] = [item for item in items if not item.get_closest_marker("rare")]
+
+
+def _leave_out_half(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of alternating files and rare tests, keeps every second build. Rows of one build differ in a last number alone,
+    or have an equal `build` mark."""
+    kept, left_out, builds = [], [], defaultdict[str, dict[object, int]](dict)
+    for item in items:
+        name, mark = f"{item.path.parent.name}/{item.path.stem}", item.get_closest_marker("build")
+        if name in ALTERNATING or item.get_closest_marker("rare"):
+            build = mark.args if mark else re.sub(r"-\d+\]$", "]", item.nodeid)
+            number = builds[name].setdefault(build, len(builds[name]))
+            (left_out if number % 2 != config.getoption("half") else kept).append(item)
+        else:
+            kept.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 def _leave_out_most(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -140,6 +167,8 @@ def _deal_out_slow_files(items: list[pytest.Item], workers: int) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("rare"):
         _leave_out_rare(config, items)
+    if config.getoption("half") is not None:
+        _leave_out_half(config, items)
     if config.getoption("fast"):
         _leave_out_most(config, items)
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):

@@ -268,9 +268,11 @@ def set_scales(params: native.AttentionParams, scales: dict[str, Any]) -> None:
         setattr(params, f"{name}_stride", int(scale.numel() > 1))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.rare if case.name in RARE else ()) for case in CASES], ids=str
-)
+def marks_of(case: Case) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.build(flags_of(case)), *([pytest.mark.rare] if case.name in RARE else [])]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in CASES], ids=str)
 def test_the_kernel_on_the_host(case: Case, kernels: None) -> None:
     inputs = make_inputs(case)
     out, lse, left = run(case, inputs)
