@@ -118,7 +118,7 @@ def _leave_out_rare(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _leave_out_half(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of alternating files and rare tests, keeps every second build. Rows of one build differ in a last number alone,
+    """Every second build of alternating files and of rare tests stays. Rows of one build differ in a last number alone,
     or have an equal `build` mark."""
     kept, left_out, builds = [], [], defaultdict[str, dict[object, int]](dict)
     for item in items:

@@ -36,7 +36,7 @@ def use_run_names(error: FlashpageError, query: Any, kv_cache: Any) -> None:
 
 
 def one_form(name: str, whole: Any, part_names: tuple[str, str], *parts: Any) -> Any:
-    """What a run was given in place of its two parts: one tensor, or a pair."""
+    """One tensor or a pair, which a run was given in place of two parts."""
     if not parts[0] is parts[1] is None:
         raise RunError(f"{name} and {' and '.join(part_names)} are both given: pass one tensor, or two.")
     if whole.__class__ not in _PAIRS:

@@ -83,7 +83,7 @@ def test_sparse_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refused_runs_after_good_ones() -> None:
-    """What is wrong with a run does not depend on the run before it."""
+    """A run is refused for its own arguments, whatever ran before."""
     kv, pages, last = lengths([40, 5])
     decode = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
     decode.plan(kv, pages, last, 4, 2, 64, 16, **FP32)
