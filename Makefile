@@ -16,7 +16,7 @@ help:
 	@echo 'make test-engines  real engines of vLLM and SGLang on the CPU, which it downloads'
 	@echo 'make fuzz    random batches against the reference, and plans (MINUTES=30 in all, SEED=1, ARGS for pytest)'
 	@echo 'make soak    plans and runs without end (SIZE=1: 10^6 plans, DEVICE=cpu)'
-	@echo 'make sanitize  the host library and the kernels of the CPU under ASan, UBSan and TSan'
+	@echo 'make sanitize  the host library and the kernels of the CPU under ASan, UBSan and TSan (KINDS=address, thread)'
 	@echo 'make bench   the benchmarks of tests/bench/ that this machine can run'
 	@echo 'make lint    linter, format check and type check'
 	@echo 'make format  format every file in place'
@@ -49,7 +49,7 @@ soak: venv
 	@PYTHONPATH=. $(PY) tests/support/soak.py --size $(or $(SIZE),1) --device $(or $(DEVICE),cpu)
 
 sanitize: venv
-	@.ci/sanitize $(PY)
+	@.ci/sanitize $(PY) $(KINDS)
 
 bench: venv
 	@$(PY) -m flashpage bench $(ARGS)
