@@ -137,12 +137,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--sample", action="store_true", help="CUDA: a spec of each attention kernel for each target, not the list"
     )
-    parser.add_argument("--half", type=int, choices=(0, 1), help="every second kernel, from this one on")
+    parser.add_argument(
+        "--half", type=int, choices=(0, 1), help="with --check: the kernels at even places of the list, or at odd ones"
+    )
     parser.add_argument("--default-only", action="store_true", help="CUDA: only the default specs")
     parser.add_argument(
         "--manifest", type=Path, help="build the kernels of this file (flashpage.jit.write_manifest), not the list"
     )
     given = parser.parse_args(arguments)
+    if given.half is not None and not given.check:
+        parser.error("--half is for --check: a store has all kernels of its list")
     try:
         if given.manifest:
             kernels = from_manifest(given.manifest, given.target or ())

@@ -328,8 +328,10 @@ struct fp_bound_run {
   int64_t v_offset;        // bytes from K to V if the cache is one tensor
   int64_t alignment_mask;  // addresses must have none of these bits
   fp_tensor_form q, k, v, out, lse;
-  fp_tensor_form q_tail;  // the last columns of q's rows, if two tensors have them; dims -1: q has all
-  int64_t q_tail_offset;  // bytes from q to them
+  // The last columns of q's rows, if another tensor has them; dims -1: q has all. Kernels read all columns from q's
+  // address, so that a tail may only be bound where it continues q's rows (flashpage/wrappers/latent_attention.py).
+  fp_tensor_form q_tail;
+  int64_t q_tail_offset;                    // bytes from q to its tail
   fp_tensor_form key_scales, value_scales;  // of formats; dims -1: the run has none
   int64_t scale_masks[2];                   // addresses of those must have none of these bits
 };

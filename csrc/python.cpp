@@ -65,17 +65,6 @@ bool remember(void* object, fp_tensor_form& form) {
   return has_storage(object, tensor);
 }
 
-bool remember_tail(const Arguments& given) {
-  fp_bound_run& run = *given.run;
-  run.q_tail_offset = 0;
-  if (!remember(given.q_tail, run.q_tail)) return false;
-  dlpack::Tensor q, tail;
-  if (given.q_tail == python.none) return true;
-  if (!read_tensor(given.q, q) || !read_tensor(given.q_tail, tail)) return false;
-  run.q_tail_offset = first_byte(tail) - first_byte(q);
-  return true;
-}
-
 // The address of a tensor that fits `form`; null if it does not, or if the object is no plain tensor.
 char* address(void* object, fp_tensor_form& form) {
   dlpack::Tensor tensor;
@@ -94,8 +83,8 @@ bool overlap(const char* a, int64_t a_bytes, const char* b, int64_t b_bytes) {
   return a < b + b_bytes && b < a + a_bytes;
 }
 
-// Whether the last columns of q lie behind its first ones, at `q`, as in the bound structs.
-bool has_tail(const Arguments& given, const char* q) {
+// Whether q's tail, or that there is none, fits the bound structs; q is at `q`.
+bool tail_fits(const Arguments& given, const char* q) {
   fp_bound_run& run = *given.run;
   if (given.q_tail == python.none) return run.q_tail.dims < 0;
   return address(given.q_tail, run.q_tail) == q + run.q_tail_offset;
@@ -138,7 +127,7 @@ void count_write(const void* object) {
 bool point(const Arguments& given) {
   fp_bound_run& run = *given.run;
   char* q = address(given.q, run.q);
-  char* out = q == nullptr || !has_tail(given, q) ? nullptr : address(given.out, run.out);
+  char* out = q == nullptr || !tail_fits(given, q) ? nullptr : address(given.out, run.out);
   char* k = out == nullptr ? nullptr : address(given.k, run.k);
   if (k == nullptr) return false;
   char* v = nullptr;
@@ -175,10 +164,14 @@ int32_t run_bound(const Arguments& given, void* stream) {
 
 int32_t bind(const Arguments& given) {
   fp_bound_run& run = *given.run;
-  const bool all = remember(given.q, run.q) && remember_tail(given) && remember(given.k, run.k) &&
+  const bool all = remember(given.q, run.q) && remember(given.q_tail, run.q_tail) && remember(given.k, run.k) &&
                    remember(given.v, run.v) && remember(given.out, run.out) && remember(given.lse, run.lse) &&
                    remember(given.scales[0], run.key_scales) && remember(given.scales[1], run.value_scales);
   if (!all) run.q.dims = -1;  // fits no tensor
+  run.q_tail_offset = 0;
+  if (all && given.q_tail != python.none) {
+    run.q_tail_offset = address(given.q_tail, run.q_tail) - address(given.q, run.q);
+  }
   if (!all || !point(given)) return FP_OTHER_TENSORS;
   return FP_OK;
 }

@@ -22,7 +22,7 @@ LOGGERS = (logging.root, logging.getLogger("flashpage"))
 MARKERS = {
     "build": "tests of an alternating file with equal arguments of this mark use one build",
     "slow": "takes more than a few seconds",
-    "rare": "takes paths that other tests take too, and seconds in compilers; only CI runs it (--rare)",
+    "rare": "takes paths that other tests take too, and seconds in compilers; only CI runs it (--rare), in halves",
     "cuda": "needs an NVIDIA card",
 }
 
@@ -69,9 +69,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="skip slow tests, and most rows of long tables")
-    parser.addoption("--rare", action="store_true", help="run rare tests too, as CI does")
+    parser.addoption("--rare", action="store_true", help="run rare tests too")
     parser.addoption(
-        "--half", type=int, choices=(0, 1), help="run this half of the rare tests and of ALTERNATING; CI: a half a day"
+        "--half",
+        type=int,
+        choices=(0, 1),
+        help="run this half of the rare tests and of ALTERNATING, as CI does",
     )
     parser.addoption("--engines", action="store_true", help="run real engines of vLLM and SGLang too")
 
@@ -94,10 +97,11 @@ SLOW = {
 }
 
 
-# Tests of kernels on the host: each of their builds takes seconds, for paths that mostly have other builds, too.
+# Rows that take seconds each: kernels on the host, whose paths mostly have other builds too, and programs.
 ALTERNATING = {
     *("kernels/test_decode_formats", "kernels/test_decode_units", "kernels/test_latent_kernel"),
-    *("kernels/test_latent_rows", "kernels/test_many_rows", "kernels/test_prefill_kernel", "kernels/test_widen_pages"),
+    *("kernels/test_latent_rows", "kernels/test_many_rows", "kernels/test_merge_kernel"),
+    *("kernels/test_prefill_kernel", "kernels/test_widen_pages", "project/test_bench", "project/test_examples"),
 }
 
 # Their processes take minutes of CPU time, which `make test` does not have: CI calls `make test-engines` next to it.
@@ -118,8 +122,8 @@ def _leave_out_rare(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _leave_out_half(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every second build of alternating files and of rare tests stays. Rows of one build differ in a last number alone,
-    or have an equal `build` mark."""
+    """Every second build of alternating files and of rare tests stays. Rows whose names differ in a last number alone
+    have one build, and so have rows of an equal `build` mark."""
     kept, left_out, builds = [], [], defaultdict[str, dict[object, int]](dict)
     for item in items:
         name, mark = f"{item.path.parent.name}/{item.path.stem}", item.get_closest_marker("build")

@@ -57,21 +57,16 @@ class Recorded(Protocol):
 def run_profiled(
     attention: Recorded, buffer: Any, is_planned: bool, run: Callable[[], Any], is_latent: bool = False
 ) -> Any:
-    """A run whose stamps go to the buffer, if plan was told of it."""
+    """A run whose events are written to the buffer, which waits for the run. `is_planned`: plan was told of it."""
     if not is_planned:
         raise RunError("profiler_buffer was given but plan had no use_profiler: pass use_profiler=True to plan.")
-    with attention.recorded() as recorder:
-        return profiled(recorder, buffer, run, is_latent)
-
-
-def profiled(recorder: Recorder, buffer: Any, run: Callable[[], Any], is_latent: bool = False) -> Any:
-    """Runs once and writes its events to the buffer, which waits for the run."""
     checks.tensor(buffer, "profiler_buffer", RunError)
     if buffer.dtype != torch.uint64 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise RunError(
             f"profiler_buffer has shape {tuple(buffer.shape)} and dtype {buffer.dtype}: pass contiguous uint64, [n]."
         )
-    result = run()
+    with attention.recorded() as recorder:
+        result = run()
     written = encoded(recorder.runs[-1], is_latent)
     if len(written) > len(buffer):
         raise RunError(

@@ -235,11 +235,10 @@ class Attention(Unique):
         q_tail: torch.Tensor | None = None,
     ) -> Any:
         """Runs one layer: in C at once, or through the operator if torch traces or intercepts calls. `values` None: as
-        planned; `scales`: of q, k and v, and of fp8 outputs; `q_tail`: of LatentAttention alone."""
+        planned; `scales`: of q, k and v, and of fp8 outputs; `q_tail`: of LatentAttention alone, which joins it."""
         if values is None:
             values = self.values
-        if is_dynamo_compiling() or _len_torch_dispatch_stack():
-            checks.flag("return_lse", return_lse, RunError)
+        if is_dynamo_compiling() or _len_torch_dispatch_stack():  # operators.is_traced would be a frame more
             tensors = Tensors(q, as_cache(cache), out, lse)
             return operators.run(self, values, tensors, return_lse, scales, sinks, enable_pdl)
         if self._hadamard_queries:

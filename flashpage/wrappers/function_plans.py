@@ -20,6 +20,7 @@ from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import Pages
 from ..plan.session import current_stream
 from .base import PAGED, RAGGED, Attention
+from .latent_attention import LatentAttention
 from .latent_sparse import SelectedAttention
 from .plan_arguments import Arguments, LatentArguments
 
@@ -145,10 +146,15 @@ def plan_of(device: torch.device, kv_layout: str, arguments: Arguments, names: N
             del plans[next(iter(plans))]
         if names is None:
             names = RAGGED if getattr(arguments, "kv_source", "paged") == "ragged" else PAGED
-        kind = SelectedAttention if getattr(arguments, "is_selected", False) else Attention
-        found = FunctionPlan(_attention(place, kv_layout, names, kind), arguments)
+        found = FunctionPlan(_attention(place, kv_layout, names, _kind_of(arguments)), arguments)
     plans[key] = found  # the newest is the last
     return found
+
+
+def _kind_of(arguments: Arguments) -> type[Attention]:
+    if not isinstance(arguments, LatentArguments):
+        return Attention
+    return SelectedAttention if arguments.is_selected else LatentAttention
 
 
 def _attention(place: tuple[torch.device, int], kv_layout: str, names: Names, kind: type[Attention]) -> Attention:

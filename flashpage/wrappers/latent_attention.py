@@ -30,19 +30,22 @@ class LatentAttention(Attention):
         enable_pdl: bool | None = None,
         q_tail: torch.Tensor | None = None,
     ) -> Any:
-        """As Attention.run; C compares the parts of pairs, and whether those of q lie side by side."""
+        """As Attention.run. A pair is passed to C as it is; C checks that q's second tensor lies where it lay when it
+        was bound."""
         lacks_part = (q.__class__ is tuple and (q[0] is None or q[1] is None)) or (
             cache.__class__ is tuple and cache[1] is None
         )
         if lacks_part or is_traced():
-            q, cache = self._plain(q, cache)
+            q, cache = self._for_kernels(q, cache)  # which refuses a missing part; packed rows have one
         elif q.__class__ is tuple:
             q, q_tail = q
         return super().run(q, cache, out, lse, return_lse, values, scales, sinks, enable_pdl, q_tail)
 
-    def _plain(self, q: Any, cache: Any) -> tuple[torch.Tensor, Cache]:
-        """The tensors as kernels read them: one of queries, and one cache or two of which the second has columns."""
-        return joined_query(self._configured, q), latent_cache_of(self._configured, cache)
+    def _for_kernels(self, q: Any, cache: Any) -> tuple[torch.Tensor, Cache]:
+        """The tensors as kernels read them: one of queries, and one cache or two of which the second has columns. Given
+        such tensors it returns these very objects."""
+        options = self._configured  # None before the first plan
+        return joined_query(options, q), latent_cache_of(options, cache)
 
     def _run_judged(
         self,
@@ -55,14 +58,16 @@ class LatentAttention(Attention):
         q_tail: torch.Tensor | None = None,
     ) -> Any:
         given, cache, out, lse = tensors
-        q, plain_cache = self._plain(given if q_tail is None else (given, q_tail), cache)
-        if q is given and plain_cache is cache:
+        q, read = self._for_kernels(given if q_tail is None else (given, q_tail), cache)
+        if q is given and read is cache:
             return super()._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl)
-        # These tensors may be like the last run's, where the given ones are not.
-        result = super().run(q, plain_cache, out, lse, return_lse, values, scales, sinks, enable_pdl)
-        is_copied = type(given) is not torch.Tensor or given.data_ptr() != q.data_ptr()
-        has_unread = q_tail is not None and q_tail.numel() == 0
-        if not (is_copied or has_unread or type(plain_cache) is not type(cache) or self.session.first_row):
+        # The tensors as kernels read them may fit the bound structs although the caller's did not.
+        result = super().run(q, read, out, lse, return_lse, values, scales, sinks, enable_pdl)
+        is_in_place = type(given) is torch.Tensor and given.data_ptr() == q.data_ptr()
+        reads_tail = q_tail is None or q_tail.numel() > 0
+        if is_in_place and reads_tail and type(read) is type(cache) and not self.session.first_row:
+            # From here on C compares the caller's tensors. If they cannot be bound, no tensor fits, and the next run is
+            # judged again.
             written = result if return_lse else (result, lse)
             k, v = cache if isinstance(cache, tuple) else (cache, None)
             self._bind_tensors(self._local.bound.address, given, k, v, *written, 0, None, None, q_tail)

@@ -17,7 +17,7 @@ from ..run.checks import NO_SCALES
 from .operators import is_traced
 
 QUERIES, CACHES = ("q_nope", "q_pe"), ("ckv_cache", "kpe_cache")
-# These names for the inner interface's cache.
+# The caller's names for the inner interface's cache.
 _INNER = {"k": "ckv_cache", "v": "kpe_cache", "paged_kv_cache": "ckv_cache"}
 _PAIRS = (tuple, list)
 
@@ -36,7 +36,7 @@ def use_run_names(error: FlashpageError, query: Any, kv_cache: Any) -> None:
 
 
 def one_form(name: str, whole: Any, part_names: tuple[str, str], *parts: Any) -> Any:
-    """One tensor or a pair, which a run was given in place of two parts."""
+    """`query` or `kv_cache`, which a run was given in place of two parts: one tensor, or a pair as a tuple."""
     if not parts[0] is parts[1] is None:
         raise RunError(f"{name} and {' and '.join(part_names)} are both given: pass one tensor, or two.")
     if whole.__class__ not in _PAIRS:
@@ -56,7 +56,7 @@ def joined_query(options: Options | None, q: Any) -> torch.Tensor:
     if len(parts) == 2 and options is not None and parts[0].shape[2] != options.head_dim_vo:
         raise RunError(
             f"q_nope has {parts[0].shape[2]} columns but the plan has head_dim_ckv={options.head_dim_vo}: "
-            "pass the columns that K and V share first."
+            "pass the head_dim_ckv columns first, then those of head_dim_kpe."
         )
     return _joined(parts)
 
@@ -138,5 +138,5 @@ def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
         and first.is_neg() == second.is_neg()
     )
     if is_one and not is_traced():
-        tensor_memory.address(second, "q_pe", RunError)  # as_strided has another error for storage that was resized
+        tensor_memory.address(second, "q_pe", RunError)  # as_strided would raise torch's own error for resized storage
     return first.as_strided((*shape[:2], shape[2] + second.shape[2]), strides) if is_one else torch.cat(parts, -1)

@@ -16,7 +16,7 @@ from ..plan.page_indices import NO_PAGES
 from ..run.binding import Binding
 from ..run.checks import Scales, Tensors
 from .latent_attention import LatentAttention
-from .latent_run import CACHES, QUERIES, one_form, scales_of, use_run_names
+from .latent_run import CACHES, QUERIES, latent_cache_of, one_form, scales_of, use_run_names
 from .operators import is_traced
 from .operators import run as run_as_operator
 from .plan_arguments import LatentArguments, differ
@@ -26,13 +26,9 @@ SELECTED = Names("rows", "indices", "topk_length", "topk_length")
 
 
 class SelectedAttention(LatentAttention):
-    """An Attention whose runs read lists of tokens.
+    """An Attention whose runs read lists of tokens: call run_indices, as `run` reads the lists of the run before."""
 
-    Attributes:
-        lens: entries of each list that are used, if the host has them.
-    """
-
-    lens: torch.Tensor | None = None
+    lens: torch.Tensor | None = None  # entries of each list that are used, to check them; None: not checked
 
     def run_indices(
         self,
@@ -46,11 +42,10 @@ class SelectedAttention(LatentAttention):
         """A run over these lists; the other arguments are those of Attention.run."""
         q, cache, out, lse = tensors
         if is_traced():
-            checks.flag("return_lse", return_lse, RunError)
-            plain = Tensors(*self._plain(q, cache), out, lse)
-            return run_as_operator(self, self.values, plain, return_lse, scales, sinks, enable_pdl, indices)
+            read = Tensors(*self._for_kernels(q, cache), out, lse)
+            return run_as_operator(self, self.values, read, return_lse, scales, sinks, enable_pdl, indices)
         if self.lens is not None and indices.is_cpu:
-            _, pages = self._plain(q, cache)
+            pages = latent_cache_of(self.options, cache)
             num_pages = len(pages[0] if isinstance(pages, tuple) else pages)
             check_slots(indices, self.lens, num_pages * self.options.page_size)
         self._local.indices = indices

@@ -112,6 +112,7 @@ def run(
 ) -> Any:
     """A wrapper's run as an operator; it allocates the outputs, so that the graph knows their shapes. `indices`: the
     lists of a SelectedAttention (latent_sparse.py)."""
+    checks.flag("return_lse", return_lse, RunError)
     q, cache, out, lse = tensors
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], wrapper.options.head_dim_vo), dtype=wrapper.out_dtype)

@@ -324,7 +324,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             paged_kv_cache = kv_view.with_scales(paged_kv_cache, kv_cache_sf)
             lse_mode = mode_of(lse_base, lse_mode)
         values = self._now if window_left is None else self._values(window_left)
-        is_unscaled = q_scale is k_scale is v_scale is o_scale is None
+        is_unscaled = q_scale is k_scale is v_scale is o_scale is None  # scales_of would be a frame more
         scales = NO_SCALES if is_unscaled else scales_of(q_scale, k_scale, v_scale, o_scale)
         if lse_mode is not BASE_2:
             return self._attention.run_of(lse_mode)(

@@ -209,7 +209,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             checks.refuse_run_options(None, None, None, lse_layout)
             lse_mode = mode_of(lse_base, lse_mode)
         values = self._now if window_left is None else self._values(window_left)
-        is_unscaled = q_scale is k_scale is v_scale is o_scale is None
+        is_unscaled = q_scale is k_scale is v_scale is o_scale is None  # scales_of would be a frame more
         scales = NO_SCALES if is_unscaled else scales_of(q_scale, k_scale, v_scale, o_scale)
         kv = (k, v) if kv_cache_sf is None else kv_view.with_scales((k, v), kv_cache_sf)
         if lse_mode is not BASE_2:

@@ -161,7 +161,7 @@ def test_refused_runs(tensors: Any) -> None:
         ({"kv_cache": cache[..., :72]}, "^kv_cache has rows of 72 columns but the plan is for 80"),
         ({"query": q[:2]}, "query has 2 rows"),
         ({"query": torch.cat([q, q], 1)}, "8 heads but the plan is for num_heads=4"),
-        ({"query": (q[..., CKV:], q[..., :CKV])}, r"^query\[0\] has 16 columns but .* share first"),
+        ({"query": (q[..., CKV:], q[..., :CKV])}, r"^query\[0\] has 16 columns but .* columns first"),
         ({"ckv_scale": 0.0}, "ckv_scale=0.0"),
     ):
         with pytest.raises((RunError, CapabilityError), match=says):
