@@ -91,7 +91,7 @@ def test_refused_runs() -> None:
         ((q_nope, q_pe[:2], ckv, kpe), {}, "equal leading sizes"),
         ((q_nope, None, ckv, kpe), {}, "^q_pe=None: pass q_nope and q_pe, or query alone."),
         ((q_nope, q_pe, ckv, None), {}, "^kpe_cache=None: pass ckv_cache and kpe_cache, or kv_cache alone."),
-        ((q_pe, q_nope, ckv, kpe), {}, "^q_nope has 64 columns but .*head_dim_ckv=512: pass the head_dim_ckv columns first"),
+        ((q_pe, q_nope, ckv, kpe), {}, "^q_nope has 64 columns but .*head_dim_ckv=512: pass the head_dim_ckv"),
         ((None, None, ckv, kpe), {"query": (q_pe, q_nope)}, r"^query\[0\] has 64 columns"),
         ((None, None, ckv, kpe), {"query": (batch.q,)}, "^query has 1 entries: pass one tensor, or the pair"),
         ((q_nope, q_pe), {"kv_cache": (ckv, kpe[..., :32])}, r"^kv_cache\[1\] has rows of 32 columns .* 64: plan with"),
