@@ -39,7 +39,7 @@ test-fast: venv
 
 test-engines: venv
 	@$(PY) tests/support/get_vllm.py && $(PY) tests/support/get_sglang.py
-	@$(PY) -m pytest -q tests/engines/test_vllm_engine.py tests/engines/test_sglang_engine.py --engines $(ARGS)
+	@$(PY) -m pytest -q tests/engines/test_vllm_engine.py tests/engines/test_sglang_engine.py --engines --rare $(ARGS)
 
 fuzz: venv
 	@FUZZ_MINUTES=$(or $(MINUTES),6) FUZZ_SEED=$(or $(SEED),$(shell date +%s)) \

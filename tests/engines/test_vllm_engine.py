@@ -122,6 +122,7 @@ def test_tokens_equal_those_of_its_own_attention(
     assert expected["mistral"] != expected["llama"], "the window hides nothing"
 
 
+@pytest.mark.rare
 def test_engine_and_worker_in_processes_of_their_own(
     folder: Path, models: dict[str, Path], expected: dict[str, Any]
 ) -> None:
@@ -133,6 +134,7 @@ def test_engine_and_worker_in_processes_of_their_own(
     assert found["tokens"] == expected["llama"]
 
 
+@pytest.mark.rare
 def test_two_ranks(folder: Path, models: dict[str, Path], expected: dict[str, Any]) -> None:
     """Each rank has half of the heads, in a process of its own; they meet by gloo."""
     own = {"FLASHPAGE_VLLM": "on", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
