@@ -18,8 +18,6 @@ int32_t dtype_of(const dlpack::Tensor& tensor) {
   return dtype;
 }
 
-char* first_byte(const dlpack::Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
-
 fp_tensor_form form_of(const dlpack::Tensor& tensor) {
   fp_tensor_form form{
       tensor.device.type, tensor.device.index, dtype_of(tensor), tensor.dims, {}, {}, bytes_of(tensor), nullptr, -1};
@@ -69,7 +67,7 @@ bool remember(void* object, fp_tensor_form& form) {
 char* address(void* object, fp_tensor_form& form) {
   dlpack::Tensor tensor;
   if (!read_tensor(object, tensor) || !fits(tensor, form)) return nullptr;
-  char* data = first_byte(tensor);
+  char* data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   const int64_t storage = storage_bytes(object);
   if (data != form.last_data || storage != form.last_storage_bytes) {
     if (!is_inside(object, tensor, form.bytes, storage)) return nullptr;

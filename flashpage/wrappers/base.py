@@ -232,6 +232,7 @@ class Attention(Unique):
         scales: Scales = NO_SCALES,
         sinks: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
+        *,
         q_tail: torch.Tensor | None = None,
     ) -> Any:
         """Runs one layer: in C at once, or through the operator if torch traces or intercepts calls. `values` None: as

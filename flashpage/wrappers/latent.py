@@ -340,10 +340,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         if not ckv_scale is ckv_scale_arr is kpe_scale is None:
             options = self._options if self._planner.active else None
             scales = scales_of(options, ckv_scale, ckv_scale_arr, kpe_scale)
-        q: Any = (q_nope, q_pe) if query is None else one_form("query", query, QUERIES, q_nope, q_pe)
-        cache: Any = (ckv_cache, kpe_cache)
-        if kv_cache is not None:
-            cache = one_form("kv_cache", kv_cache, CACHES, ckv_cache, kpe_cache)
+        q = one_form("query", query, QUERIES, q_nope, q_pe)
+        cache = one_form("kv_cache", kv_cache, CACHES, ckv_cache, kpe_cache)
         run = self._attention.run
         if return_lse_base_on_e is not False:
             return_lse_base_on_e = checks.flag("return_lse_base_on_e", return_lse_base_on_e, RunError)

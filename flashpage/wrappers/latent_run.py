@@ -36,7 +36,9 @@ def use_run_names(error: FlashpageError, query: Any, kv_cache: Any) -> None:
 
 
 def one_form(name: str, whole: Any, part_names: tuple[str, str], *parts: Any) -> Any:
-    """`query` or `kv_cache`, which a run was given in place of two parts: one tensor, or a pair as a tuple."""
+    """What a run reads, one tensor or a pair as a tuple: `whole` (`query` or `kv_cache`), or the two parts."""
+    if whole is None:
+        return parts
     if not parts[0] is parts[1] is None:
         raise RunError(f"{name} and {' and '.join(part_names)} are both given: pass one tensor, or two.")
     if whole.__class__ not in _PAIRS:

@@ -232,10 +232,8 @@ class BatchMLASparseAttentionWrapper:
                 f"indices has shape {tuple(lists.shape)} but the plan is for {tuple(self._indices.shape)}: plan again."
             )
         scales = scales_of(self._options, ckv_scale, ckv_scale_arr, kpe_scale)
-        q: Any = (q_nope, q_pe) if query is None else one_form("query", query, QUERIES, q_nope, q_pe)
-        cache: Any = (ckv_cache, kpe_cache)
-        if kv_cache is not None:
-            cache = one_form("kv_cache", kv_cache, CACHES, ckv_cache, kpe_cache)
+        q = one_form("query", query, QUERIES, q_nope, q_pe)
+        cache = one_form("kv_cache", kv_cache, CACHES, ckv_cache, kpe_cache)
         try:
             tensors = Tensors(q, cache, out, lse)
             return self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl)
