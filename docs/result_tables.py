@@ -29,6 +29,8 @@ TITLES = {  # sections in the order of the page
     "host": "Host time of plan and run",
     "sglang": "SGLang, tokens per second by attention backend",
     "vllm": "vLLM, tokens per second by attention backend",
+    "vllm-steps": "Where a step of vLLM spends its time",
+    "torch-attention": "PyTorch's attention functions",
     "parallel": "Decode over a context that lies on several cards",
     "ranks": "Engines of several ranks, and with other options, next to others",
     "growth": "Memory after many requests",
@@ -207,6 +209,33 @@ def engine_table(lines: list[Line]) -> str:
     return f"{words} Ratios are flashpage's rate to that of the best other backend.\n\n{table(header, rows)}"
 
 
+def steps_table(lines: list[Line]) -> str:
+    """A step's time by attention backend."""
+    kinds, rows = ("step_us", "attention_us", "plan_us", "host_us"), []
+    for line in lines:
+        rows += [
+            [line["case"], label, *(f"{own[kind]:,.0f}" for kind in kinds)] for label, own in line["figures"].items()
+        ]
+    words = (
+        "Means of profiled steps in microseconds: the whole step, its kernels of attention, and what the host takes to"
+    )
+    words += " plan attention; the last column is the host's median of a whole step. A profiled engine is slower."
+    return f"{words}\n\n{table(['trace', 'attention', 'step', 'kernels of attention', 'planning', 'host'], rows)}"
+
+
+def torch_table(lines: list[Line]) -> str:
+    """Times under torch's functions; the ratio is that of the best other one to flashpage."""
+    names = list(dict.fromkeys(name for line in lines for name in line["us"]))
+    rows = []
+    for line in lines:
+        us = line["us"]
+        cells = [f"{us[name]:,.1f}" if name in us else "" for name in names]
+        rows.append(
+            [line["case"], *cells, f"{min(v for n, v in us.items() if n != 'flashpage') / us['flashpage']:.3f}"]
+        )
+    return table(["case", *(f"{name} us" for name in names), "best other / flashpage"], rows)
+
+
 def parallel_table(lines: list[Line]) -> str:
     """Times of the slowest rank, and of one card with the whole context."""
     rows = []
@@ -266,6 +295,8 @@ TABLES = {  # of other sections: card_table
     "host": host_table,
     "sglang": engine_table,
     "vllm": engine_table,
+    "vllm-steps": steps_table,
+    "torch-attention": torch_table,
     "parallel": parallel_table,
     "ranks": ranks_table,
     "growth": growth_table,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 import time
 from collections import Counter
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 
 _STEPS = 24  # that only decode
+# Kernels of attention: their own planning and merges too, but no cache write.
+_ATTENTION = re.compile("flash|BatchPrefill|BatchDecode|MergeStates|mha|mla", re.IGNORECASE)
+_WRITE = re.compile("cache|append|write", re.IGNORECASE)
 
 
 def profiled(llm: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
@@ -102,3 +106,17 @@ def show_profile(name: str, phases: dict[str, Any], path: Path) -> None:
         ]
     with path.open("a") as file:
         file.write("\n".join(lines) + "\n")
+
+
+def of_a_step(phase: dict[str, Any]) -> dict[str, float]:
+    """Microseconds of a step of a phase: all of it, kernels of attention, and the host's part of planning."""
+    host = phase["host_us"]
+    steps, step_us = next(found for key, found in host.items() if key.endswith(".execute_model"))
+    attention = sum(us for name, _, us in phase["kernels"] if _ATTENTION.search(name) and not _WRITE.search(name))
+    plans = sum(count * us for key, (count, us) in host.items() if key.endswith(".build"))
+    return {
+        "step_us": round(phase["span_us"] / steps, 1),
+        "attention_us": round(attention / steps, 1),
+        "plan_us": round(plans / steps, 1),
+        "host_us": step_us,
+    }

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from gpu import GpuClock, HostClock, in_turns
+from gpu import GpuClock, HostClock, rounds_of
 from record import Recorder
 from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
@@ -88,8 +89,8 @@ def active(name: str, device: str) -> Iterator[None]:
             attention.restore_flash_attention_impl()
 
 
-def on_card(case: Case, call: Callable[[], torch.Tensor], clock: Any) -> dict[str, str]:
-    """Graphs of all implementations that can run the case, in turns."""
+def on_card(case: Case, call: Callable[[], torch.Tensor], clock: Any) -> dict[str, list[float]]:
+    """Microseconds of all implementations that can run the case, as graphs in turns."""
     replays = {}
     for name in IMPLEMENTATIONS:
         if name == "cudnn" and case.page:
@@ -99,12 +100,12 @@ def on_card(case: Case, call: Callable[[], torch.Tensor], clock: Any) -> dict[st
                 replays[name] = clock.capture(call)
         except Exception as error:
             print(f"| {case.name} | {name} | not here: {str(error).splitlines()[0][:60]} |")
-    return in_turns(replays, 5, clock)
+    return rounds_of(replays, 5, clock)
 
 
-def on_cpu(call: Callable[[], torch.Tensor], clock: Any) -> dict[str, str]:
+def on_cpu(call: Callable[[], torch.Tensor], clock: Any) -> dict[str, list[float]]:
     with torch.no_grad(), active("flashpage", "cpu"):
-        return in_turns({"flashpage": call}, 1, clock)
+        return rounds_of({"flashpage": call}, 1, clock)
 
 
 def main() -> int:
@@ -118,7 +119,7 @@ def main() -> int:
     is_card = arguments.device != "cpu"
     clock = GpuClock(arguments.repeats) if is_card else HostClock(arguments.repeats)
     recorder, dtype = Recorder(arguments.json), torch.bfloat16 if is_card else torch.float32
-    print("| case | implementation | time, median (least) |\n| --- | --- | --- |")
+    print("| case | implementation | us, median (least) |\n| --- | --- | --- |")
     for case in CASES:
         if arguments.only not in case.name:
             continue
@@ -127,9 +128,11 @@ def main() -> int:
             case = case._replace(batch=min(case.batch, 2), rows=rows, tokens=rows if case.rows == case.tokens else 40)
         call = (paged if case.page else dense)(case, arguments.device, dtype)
         found = on_card(case, call, clock) if is_card else on_cpu(call, clock)
-        for name, seconds in found.items():
-            print(f"| {case.name} | {name} | {seconds} |", flush=True)
-            recorder.add("torch-attention", case.name, implementation=name, time=seconds)
+        for name, us in found.items():
+            print(f"| {case.name} | {name} | {statistics.median(us):.1f} ({min(us):.1f}) |", flush=True)
+        if found:
+            medians = {name: round(statistics.median(us), 2) for name, us in found.items()}
+            recorder.add("torch-attention", case.name, us=medians)
     return 0
 
 

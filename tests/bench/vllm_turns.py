@@ -20,7 +20,7 @@ import engine_turns
 from drawn_weights import draw_weights
 from engine_turns import LLAMA, Running, Server, differences, in_words
 from record import Recorder
-from step_profile import profiled, show_profile
+from step_profile import of_a_step, profiled, show_profile
 
 _DEEPSEEK: dict[str, Any] = LLAMA | {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -208,8 +208,12 @@ def run(servers: dict[str, Server], shape: str, traces: list[str], chosen: argpa
         recorder.add("vllm", case, figures=figures, ranks=chosen.ranks)
         engine_turns.show(case, figures)
         if chosen.profile:
-            for name, server in servers.items():
-                show_profile(f"{case}: {name}", server.ask("profile", trace), Path(chosen.profile))
+            profiles = {name: server.ask("profile", trace) for name, server in servers.items()}
+            for name, phases in profiles.items():
+                show_profile(f"{case}: {name}", phases, Path(chosen.profile))
+            for phase in ("prompts", "decodes"):
+                parts = {name: of_a_step(phases[phase]) for name, phases in profiles.items()}
+                recorder.add("vllm-steps", f"{case}: steps with {phase}", figures=parts, ranks=chosen.ranks)
     for server in servers.values():
         server.end()
 

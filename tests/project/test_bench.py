@@ -139,3 +139,19 @@ def test_every_benchmark_has_its_program(bench_path: None) -> None:
 
     for benchmark in BENCHMARKS.values():
         assert (BENCH / benchmark.program[0]).is_file(), benchmark.program
+
+
+def test_a_step_of_an_engine(bench_path: None) -> None:
+    """Matrix products and cache writes are no attention."""
+    import step_profile
+
+    kernels = [
+        ["flashpage_decode_sm90", 32, 640.0],
+        ["flashpage_append", 32, 64.0],
+        ["prepare_varlen_num_blocks_flash", 2, 4.0],
+        ["reshape_and_cache_flash_kernel", 32, 80.0],
+        ["nvjet_sm90_tst_128x8", 64, 4000.0],
+    ]
+    host = {"GPUModelRunner.execute_model": [2, 900.0], "MetadataBuilder.build": [2, 50.0]}
+    found = step_profile.of_a_step({"span_us": 5000.0, "busy_us": 4800.0, "kernels": kernels, "host_us": host})
+    assert found == {"step_us": 2500.0, "attention_us": 322.0, "plan_us": 50.0, "host_us": 900.0}
