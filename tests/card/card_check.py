@@ -27,7 +27,7 @@ from profiles import PROFILES  # noqa: E402
 
 SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
 SANITIZED_PROFILES = ("RTX 4090", "A100", "B200")  # 99 KiB and e4m3 products; sm_80 alone; decode_sm90 on Blackwell
-SANITIZERS_AT_ONCE = 3  # each takes up to 18 GB of the card's memory
+SANITIZERS_AT_ONCE = 3  # on a card: each takes up to 18 GB of its memory
 ALONE = ("test_card_errors",)  # measure milliseconds of a new process, next to no other one
 NO_TESTS = 5  # pytest's status for a file without a marked test
 
@@ -152,7 +152,7 @@ def main() -> int:
     status = run_all([check for check in wanted if check not in alone], cards, arguments.jobs, logs, arguments.limit)
     if arguments.profiles and not arguments.no_sanitizers:
         of_profiles = [check for name in SANITIZED_PROFILES for check in sanitizers(name)]
-        jobs = min(arguments.jobs, SANITIZERS_AT_ONCE)
+        jobs = min(arguments.jobs, SANITIZERS_AT_ONCE * len(cards))
         status |= run_all(of_profiles, cards, jobs, logs, arguments.limit)
     return run_all(alone, cards, 1, logs, arguments.limit) | status
 
