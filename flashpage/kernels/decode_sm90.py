@@ -251,7 +251,8 @@ _AHEAD = (
     *(Ahead(t, t, (d, d), 16, ONE_TOKEN) for t, d in itertools.product((BF16, FP16), HEAD_DIMS)),
     *more(
         *(Ahead(BF16, E4M3, (d, d), rows) for d, rows in itertools.product(HEAD_DIMS, (16, 32, 64))),
-        Ahead(FP16, E4M3, (128, 128), 16),
+        *(Ahead(q, E4M3, (d, d), 8) for q, d in ((BF16, 64), (BF16, 128), (FP16, 128))),
+        Ahead(BF16, E4M3, (128, 128), 8, ONE_TOKEN),
         *(Ahead(BF16, BF16, (128, 128), rows, has_soft_cap=True) for rows in (16, 32, 64)),
         Ahead(BF16, BF16, (256, 256), 16, has_soft_cap=True),
         Ahead(BF16, BF16, (128, 128), 64, has_mask=True),
