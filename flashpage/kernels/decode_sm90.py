@@ -1,5 +1,6 @@
 """Few packed rows of each request on Hopper and Blackwell (decode, speculative verify, short appends), bound by memory
-bandwidth: one CTA an SM, four warps that load and eight that compute, and a ring that keeps enough bytes in flight.
+bandwidth: one CTA an SM, four warps that load, eight or twelve that compute, and a ring that keeps enough bytes in
+flight.
 
 It was never run on Blackwell. Cards with 99 KiB of shared memory have slots of 16 tokens, and teams of one, two or four
 warps for up to 64, 128 or 256 value columns.
@@ -76,19 +77,24 @@ def _tile(work: Work) -> Tile:
 
 
 def _swaps(work: Work) -> bool:
-    """Whether units have at most eight packed rows, over K and V of four bits: their products have swapped factors
-    (tile/product/swapped.h)."""
+    """Whether products have swapped factors (tile/product/swapped.h): units of at most eight packed rows, with K and V
+    of four bits, or both of eight bits without scales and of 64 to 128 columns. Eight bits with scales of tokens were
+    not timed. Shorter rows, and rows that copies of 16 bytes do not divide, spill registers."""
     options = work.options
-    has_four_bits = options.has_formats and all(side.bits == 4 for side in options.formats)
+    k, v = options.formats
+    is_known = k.bits == v.bits and (k.bits == 4 or (k.bits == 8 and k.is_plain and v.is_plain))
+    has_dims = all(64 <= dim <= 128 and dim % 16 == 0 for dim in (options.head_dim_qk, options.head_dim_vo))
     is_plain = work.loop is InnerLoop.PLAIN and work.mask_source == "implicit"
-    return has_four_bits and work.packed_rows <= 8 and is_plain
+    return is_known and has_dims and is_plain and work.packed_rows <= 8 and not _is_small(work)
 
 
 def _swapped_teams(options: Options) -> int:
-    """Teams of one warp, of which twelve find room, as their accumulators are half as large. Eight are faster where
-    groups of columns share a scale and boxes bring the rows: fewer warps share the issue slots."""
+    """Teams of one warp, of which twelve find room, as their accumulators are half as large. Eight, which share the
+    issue slots with fewer others, are faster where rows fill a line of 128 bytes, and where boxes bring columns that
+    share a scale in groups (docs/tried.md)."""
     has_groups = all(0 < side.scale_columns < kv_formats.WHOLE_ROW for side in options.formats)
-    return 8 if has_groups and _loader(options) == "boxes" else 12
+    fills_lines = max(options.row_bytes) == LINE_BYTES
+    return 8 if fills_lines or (has_groups and _loader(options) == "boxes") else 12
 
 
 def _is_small(work: Work) -> bool:
@@ -245,7 +251,8 @@ _AHEAD = (
     *(Ahead(t, t, (d, d), 16, ONE_TOKEN) for t, d in itertools.product((BF16, FP16), HEAD_DIMS)),
     *more(
         *(Ahead(BF16, E4M3, (d, d), rows) for d, rows in itertools.product(HEAD_DIMS, (16, 32, 64))),
-        Ahead(FP16, E4M3, (128, 128), 16),
+        *(Ahead(q, E4M3, (d, d), 8) for q, d in ((BF16, 64), (BF16, 128), (FP16, 128))),
+        Ahead(BF16, E4M3, (128, 128), 8, ONE_TOKEN),
         *(Ahead(BF16, BF16, (128, 128), rows, has_soft_cap=True) for rows in (16, 32, 64)),
         Ahead(BF16, BF16, (256, 256), 16, has_soft_cap=True),
         Ahead(BF16, BF16, (128, 128), 64, has_mask=True),

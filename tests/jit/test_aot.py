@@ -82,8 +82,9 @@ def test_list_is_lean() -> None:
         assert all(target.fits(spec) for spec in listed)
         assert not set(specs.only_checked_specs(target)) & set(listed)
         checked.update(listed if target.name in aot_build.CHECK_TARGETS else ())
-        assert len(listed) <= (144 if target.arch == PTX else 128)  # PTX has tiles for three sizes of shared memory
-    assert len(checked) <= 178
+        # PTX has tiles for three sizes of shared memory, and Hopper's decode kernel others over fp8 for few rows.
+        assert len(listed) <= {PTX: 144, 90: 131}.get(target.arch, 128)
+    assert len(checked) <= 181
     assert all(spec.backend == "cpu" for spec in specs.cpu_specs())
     kernels = aot_build.listed(aot_build.WHEEL_TARGETS)
     assert {target.name for _, target in kernels} == set(aot_build.WHEEL_TARGETS)

@@ -143,8 +143,12 @@ FP_DEVICE void widen4(u32 four, u32& pair0, u32& pair1) {
     pair1 = spread1;
   } else if constexpr (is_same<Wide, Half>) {
 #if __CUDA_ARCH__ >= 890
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair0) : "h"(static_cast<u16>(four)));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair1) : "h"(static_cast<u16>(four >> 16)));
+    // A mov divides the word: the conversion can read the upper half of a register, and a shift would be one more
+    // instruction.
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(pair0), "=r"(pair1)
+        : "r"(four));
 #else
     constexpr u32 two_to_8 = 0x5c005c00;
     pair0 = mul_half2((spread0 & 0x80008000) | ((spread0 & 0x7f007f00) >> 1), two_to_8);

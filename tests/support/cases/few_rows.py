@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cases.case import Case, decode, prefill
+from cases.case import Case, decode, on_cards, prefill
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 EDGES_32 = (31, 32, 33, 1, 0)
@@ -111,6 +111,41 @@ def dim_rows() -> list[Case]:
         why = "the widest values with all 64 rows"
         rows.append(decode(f"few-dim-{dim}-{kind}-64-rows", why, (65, 130), q_len=16, num_q_heads=8, **options))
     return rows
+
+
+def swapped_rows() -> list[Case]:
+    """At most eight packed rows over fp8: Hopper's decode kernel swaps the factors of its products, and has eight or
+    twelve teams."""
+    e4m3, e5m2, hidden = {"kv_dtype": E4M3}, {"kv_dtype": E5M2}, {"window_left": 437, "hidden_nan": True}
+    long, teams = (600, 64, 9), (383, 384, 385, 767, 768, 769)  # twelve slots of 32 tokens, once and twice
+    wide: dict[str, Any] = {"head_dim": 128, "page_size": 1, **e4m3}
+    return on_cards(
+        [
+            decode("few-fp8-teams", "requests in which all twelve teams or none have a last slot", teams, **e4m3),
+            decode("few-fp8-112", "an odd number of steps, seven rows", teams, head_dim=112, num_q_heads=14, **e4m3),
+            decode("few-fp8-96-window", "single rows, hidden NaN", long, head_dim=96, sinks=True, **e4m3, **hidden),
+            decode("few-fp8-80", "rows of five chunks, odd pages", long, head_dim=80, page_size=7, **e5m2),
+            decode("few-fp8-64-128", "values wider than keys", long, head_dim_vo=128, **e5m2),
+            decode(
+                "few-fp8-split", "pieces, no LSE", (2000, 9), head_dim=96, fixed_split_size=4, outputs="no_lse", **e4m3
+            ),
+            decode("few-fp8-page-1", "eight packed rows, causal", long, q_len=4, reduced=True, **wide),
+            decode("few-fp8-clusters", "few long requests: clusters merge", (9000, 3000), head_dim=128, **e4m3),
+            decode("few-fp8-short", "more units than places", tuple(1 + 5 * i % 37 for i in range(300)), **wide),
+            decode("few-fp8-signs", "scales by head, of either sign", long, scales="signs", head_dim=80, **e4m3),
+            decode("few-fp8-negative", "a negative scale", long, sm_scale=-0.1, q_dtype="float16", **wide),
+            decode("few-fp8-types", "K and V differ", long, head_dim=128, kv_format=f"{E4M3}+{E5M2}"),
+            prefill(
+                "few-fp8-units",
+                "a request of 18 packed rows, the others of two",
+                (1, 9, 1, 1),
+                (600, 64, 9, 0),
+                causal=True,
+                **e4m3,
+            ),
+            prefill("few-fp8-chunk", "chunks of attention", (1, 2), (300, 130), chunk=100, causal=True, **wide),
+        ]
+    )
 
 
 def window_rows() -> list[Case]:
@@ -257,6 +292,7 @@ def rows() -> list[Case]:
         *page_rows(),
         *packed_rows(),
         *dim_rows(),
+        *swapped_rows(),
         *window_rows(),
         *split_rows(),
         *score_rows(),

@@ -84,7 +84,7 @@ struct DecodeCompute {
     DecodeCombine<Traits> combine(shared, params, slotted, unit, rank, first_row, part, thread);
     if constexpr (S::swaps) {
       SwappedUnit<Traits> swapped(shared, params, slotted, rank, lane);
-      swapped.run(query_tile, use);
+      swapped.run(query_tile, use, [&](u8* tile, i32 first) { clear_values(tile, unit, first); });
       if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
       combine.run([&](int) { swapped.hand_over(); });
     } else {

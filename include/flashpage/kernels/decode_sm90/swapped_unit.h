@@ -1,5 +1,5 @@
-// One unit of at most eight packed rows over keys and values of four bits: what DecodeCompute does for others, with
-// products whose rows are tokens (tile/product/swapped.h).
+// One unit of at most eight packed rows over keys and values of four or eight bits: what DecodeCompute does for others,
+// with products whose rows are tokens (tile/product/swapped.h).
 #pragma once
 #include "flashpage/kernels/decode_sm90/combine.h"
 #include "flashpage/tile/load/half_query.h"
@@ -39,10 +39,10 @@ struct SwappedUnit {
     }
   }
 
-  // `use`: uses of the ring before this unit.
-  FP_DEVICE void run(const u8* query_tile, u32 use) {
+  // `use`: uses of the ring before this unit. clear_values(values, first_token): DecodeCompute::clear_values.
+  FP_DEVICE void run(const u8* query_tile, u32 use, auto&& clear_values) {
     SwappedQuery<Traits> query(ptx::shared_address(query_tile), lane);
-    float scale = score_scale_of<Traits>(params, slotted.place.item, unit) * KeyFormat::half_left_out;
+    float scale = score_scale_of<Traits>(params, slotted.place.item, unit) * left_out<KeyFormat>();
     if constexpr (!is_same<Half, typename S::Query>)
       scale *= to_half_query(reinterpret_cast<u32(&)[S::key_steps * 2]>(query.fragment));
     const bool scales_rows = transforms_scores<Traits>(params, scale);
@@ -53,15 +53,20 @@ struct SwappedUnit {
       if (threadIdx.x == DecodeWarps<Traits>::loading * 32) stamp_first<Traits>(params, Stamp::first_tile);
       const u32 at = shared.ring.slot(use + slot), tile = ptx::shared_address(shared.slots[at]);
       const i32 first = slotted.first_token + slot * tokens;
+      // Values of eight bits may be NaN, which a probability of zero would not hide; those of four bits are finite.
+      if constexpr (Traits::loader == Loader::boxes && S::Formats::value_bits == 8) {
+        if (first < unit.kv_begin || first + tokens > unit.kv_end)
+          clear_values(shared.slots[at] + Shared::key_bytes, first);
+      }
       float scores[row_tiles][4];
-      multiply_keys_swapped<Traits>(scores, query, tile, shared.scales.keys(at), lane);
-      if constexpr (has_token_scales<KeyFormat>) scale_tokens<KeyFormat>(scores, shared.scales.keys(at), 1.f);
+      multiply_keys_swapped<Traits>(scores, query, tile, key_scales(at), lane);
+      if constexpr (has_token_scales<KeyFormat>) scale_tokens<KeyFormat>(scores, key_scales(at), 1.f);
       if (scales_rows) scale_rows(scores, scales_first<Traits>(scale) ? scale : 1.f);
       if (first < unit.all_begin || first + tokens > unit.all_end) hide(scores, first);
       raise(scores, softmax_scale);
       exponentiate(scores, softmax_scale);
-      if constexpr (has_token_scales<ValueFormat>) scale_values(scores, shared.scales.values(at));
-      multiply_values_swapped<Traits>(values, scores, tile + Shared::key_bytes, shared.scales.values(at), lane);
+      if constexpr (has_token_scales<ValueFormat>) scale_values(scores, value_scales(at));
+      multiply_values_swapped<Traits>(values, scores, tile + Shared::key_bytes, value_scales(at), lane);
       __syncwarp();
       if (lane == 0) shared.ring.release(use + slot);
     }
@@ -69,7 +74,7 @@ struct SwappedUnit {
 
   // Writes the state to the exchange, where combine.h reads it.
   FP_DEVICE void hand_over() {
-    const float factor = (has_token_scales<ValueFormat> ? value_unit : 1.f) * ValueFormat::half_left_out;
+    const float factor = (has_token_scales<ValueFormat> ? value_unit : 1.f) * left_out<ValueFormat>();
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = row_of_lane(e);
@@ -78,17 +83,50 @@ struct SwappedUnit {
         shared.maximum[row][rank] = maximum[e];
         shared.sum[row][rank] = total;
       }
+      if constexpr (S::Formats::value_bits == 8) {
 #pragma unroll
-      for (int chunk = 0; chunk < column_tiles / 2; ++chunk) {
-        const float (&first)[4] = values[2 * chunk], (&second)[4] = values[2 * chunk + 1];
-        // In the order of for_each_column_of_pair for values of eight bits.
-        shared.exchange[rank][0][2 * chunk + lane / 16][row * 4 + lane / 4 % 4] =
-            make_float4(first[e] * factor, second[e] * factor, first[e + 2] * factor, second[e + 2] * factor);
+        for (int chunk = 0; chunk < column_tiles; ++chunk) {
+          auto& to = reinterpret_cast<float (&)[4]>(shared.exchange[rank][0][chunk][row * 4 + lane / 8]);
+          to[lane / 4 % 2] = values[chunk][e] * factor;
+          to[2 + lane / 4 % 2] = values[chunk][e + 2] * factor;
+        }
+      } else {
+#pragma unroll
+        for (int chunk = 0; chunk < column_tiles / 2; ++chunk) {
+          const float (&first)[4] = values[2 * chunk], (&second)[4] = values[2 * chunk + 1];
+          // In the order of for_each_column_of_pair for values of eight bits.
+          shared.exchange[rank][0][2 * chunk + lane / 16][row * 4 + lane / 4 % 4] =
+              make_float4(first[e] * factor, second[e] * factor, first[e + 2] * factor, second[e + 2] * factor);
+        }
       }
     }
   }
 
  private:
+  // Four bits are widened to numbers that lack a factor.
+  template <class Format>
+  FP_DEVICE static constexpr float left_out() {
+    if constexpr (Format::bits == 4) {
+      return Format::half_left_out;
+    } else {
+      return 1.f;
+    }
+  }
+  FP_DEVICE u32 key_scales(u32 at) const {
+    if constexpr (S::Formats::has_scales) {
+      return shared.scales.keys(at);
+    } else {
+      return 0;
+    }
+  }
+  FP_DEVICE u32 value_scales(u32 at) const {
+    if constexpr (S::Formats::has_scales) {
+      return shared.scales.values(at);
+    } else {
+      return 0;
+    }
+  }
+
   FP_DEVICE int row_of_lane(int e) const { return lane % 4 * 2 + e; }
   FP_DEVICE PackedRow packed_row(int e) const {
     return unpack_row(params, unit.kv_head, unit.first_row + min_of(row_of_lane(e), unit.num_rows - 1));
