@@ -10,6 +10,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import cases.rotated
 import pytest
 import torch
 from cases.case import Case, prefill
@@ -268,6 +269,23 @@ def test_a_batch_is_worth_it(options: Options, batch: int, q_len: int, kv_len: i
     worth = gather_rows.GatherPolicy(options, H200)
     assert worth.may_be
     assert worth.is_for(batch, batch * q_len, batch * kv_len) is is_worth_it
+
+
+@pytest.mark.parametrize("case", cases.rotated.rows(), ids=str)
+def test_the_tables_batches_are_worth_it(case: Case) -> None:
+    """prefill_sm90 runs them, in boxes if pages have eight tokens or one."""
+    is_ragged = case.entry == "ragged"
+    types = (DType(case.q_dtype), DType(case.kv_type), DType(case.out_type))
+    dims = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim)
+    options = Options("ragged" if is_ragged else "paged", *dims, 0 if is_ragged else case.page_size, *types)
+    options = dataclasses.replace(
+        options, causal=case.causal, window_left=case.window_left, position_encoding=case.position
+    )
+    worth = gather_rows.GatherPolicy(options, H200)
+    assert worth.may_be and worth.is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens))
+    spec = choose_for_card(Problem(gather_rows.as_rows(options), 4096), H200).spec
+    assert (spec.kernel, spec.loader) == ("prefill_sm90", "rows" if case.page_size == 5 else "boxes")
+    assert spec.position_encoding == "none"
 
 
 @pytest.mark.parametrize("options", [PAGED, RAGGED, dataclasses.replace(PAGED, page_size=1)], ids=str)
