@@ -18,7 +18,7 @@ THREE: tuple[tuple[int, ...], tuple[int, ...]] = (260, 415, 300), (1560, 1901, 1
 def rows() -> list[Case]:
     far: dict[str, Any] = {"rope_scale": 4.0, "rope_theta": 5e5}
     found = [
-        prefill("rotated-pages", "pages of 16, numbered anew", *ONE, reduced=True, **HEADS),
+        prefill("rotated-pages", "pages of 16, with new numbers", *ONE, reduced=True, **HEADS),
         prefill("rotated-full", "every row sees every token", (300, 270), (1333, 1700), **{**PLAIN, "causal": False}),
         prefill("rotated-three", "requests whose tokens end inside a page", *THREE, **PLAIN),
         prefill("rotated-empty", "requests without rows or tokens", (700, 0, 900, 0), (2500, 9, 3100, 0), **PLAIN),

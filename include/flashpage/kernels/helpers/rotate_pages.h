@@ -1,5 +1,5 @@
 // rotate_pages: rotates q, and K of each request's tokens, once for all tiles of an attention kernel that then needs no
-// RoPE. Pages go to consecutive pages, which are numbered anew, and V goes with K.
+// RoPE. Pages become consecutive pages with new numbers, and V goes with K.
 //
 // Jobs are some heads of some neighbouring tokens or rows. A thread has eight columns of each half of one of them,
 // whose sines serve all heads.
