@@ -47,23 +47,12 @@ class Binding:
             "out_shape",
             "params",
             "parts",
+            "q_strides",
             "scale_holder",
             "scale_masks",
             "scales",
         ),
-        *(
-            "on_eight",
-            "q_strides",
-            "requests",
-            "signature",
-            "sinks",
-            "sm_scale",
-            "stamps",
-            "traced",
-            "values",
-            "variant",
-            "views",
-        ),
+        *("on_eight", "requests", "signature", "sinks", "sm_scale", "stamps", "traced", "values", "variant", "views"),
     )
 
     def __init__(

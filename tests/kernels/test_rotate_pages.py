@@ -49,6 +49,8 @@ CASES = [
     prefill("rotate-many-heads", "two jobs of heads", *TWO, **{**ROPE, "num_q_heads": 27, "num_kv_heads": 9}),
     prefill("rotate-one-head", "strides of one head", *TWO, **{**ROPE, "num_q_heads": 1, "num_kv_heads": 1}),
     prefill("rotate-more-rows", "rows before the first token", (150, 60), (60, 90), **{**ROPE, "causal": False}),
+    prefill("rotate-unseen", "tiles of rows that see nothing", (400, 60), (60, 90), **ROPE),
+    prefill("rotate-chunk", "positions in the request", *TWO, chunk=50, **ROPE),
     prefill("rotate-empty", "requests without rows or tokens", (90, 0, 70, 0), (95, 9, 80, 0), **ROPE),
     prefill("rotate-window", "hidden NaN", (70,), (300,), window_left=90, hidden_nan=True, **ROPE),
     prefill("rotate-cap", "soft cap", *TWO, soft_cap=5.0, **ROPE),

@@ -73,7 +73,10 @@ struct RotatePages {
       if (i < num_items && items[i].first_packed_row == 0 && items[i].kv_head == 0 && items[i].piece == 0)
         shared.found[atomicAdd(&shared.num_found, 1)] = i;
       __syncthreads();
-      for (i32 k = 0; k < shared.num_found; ++k) rotate(items[shared.found[k]]);
+      for (i32 k = 0; k < shared.num_found; ++k) {
+        const WorkItem item = items[shared.found[k]];  // in registers
+        rotate(item);
+      }
       __syncthreads();
     }
   }
