@@ -313,8 +313,8 @@ struct fp_tensor_form {
 struct fp_bound_part {
   flashpage::AttentionParams* params;
   flashpage::MergeParams* merge_params;
-  flashpage::KvView* k_view;  // the views that hold the cache's addresses: in params, or in the parameters of the
-                              // kernel that copies K and V before
+  const void** q;  // where q's address and the cache's go: in params, or in the parameters of the kernel that
+  flashpage::KvView* k_view;  // copies them before
   flashpage::KvView* v_view;
   flashpage::KvView* key_scales;  // of formats, likewise
   flashpage::KvView* value_scales;

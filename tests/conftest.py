@@ -101,7 +101,8 @@ SLOW = {
 ALTERNATING = {
     *("kernels/test_decode_formats", "kernels/test_decode_units", "kernels/test_latent_kernel"),
     *("kernels/test_latent_rows", "kernels/test_many_rows", "kernels/test_merge_kernel"),
-    *("kernels/test_prefill_kernel", "kernels/test_widen_pages", "project/test_bench", "project/test_examples"),
+    *("kernels/test_prefill_kernel", "kernels/test_rotate_pages", "kernels/test_widen_pages"),
+    *("project/test_bench", "project/test_examples"),
 }
 
 # Their processes take minutes of CPU time, which `make test` does not have: CI calls `make test-engines` next to it.

@@ -86,7 +86,7 @@ int32_t fp_launch(const fp_kernel* kernel, const void* params, int32_t grid, voi
 void fp_point(const fp_bound_run* run, void* q, void* k, void* v, void* out, void* lse) {
   for (int i = 0; i < run->num_parts; ++i) {
     const fp_bound_part& part = run->parts[i];
-    part.params->q = q;
+    *part.q = q;
     part.k_view->data = k;
     part.v_view->data = v;
     part.params->out = part.merge_params->out = out;

@@ -1,4 +1,4 @@
-"""Kernels around attention: merging, appending, gathering, tiles of masks, plans on the card.
+"""Kernels around attention: merging, appending, gathering, rotating, tiles of masks, plans on the card.
 
 Their headers are include/flashpage/kernels/helpers/NAME.h; two kernels share merge.h.
 """
@@ -51,6 +51,13 @@ def _format_rows_traits(spec: KernelSpec) -> tuple[str, ...]:
     )
 
 
+def _rotate_pages_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return (
+        *types(StoredQuery=spec.q_dtype),
+        f"static constexpr int head_dim_qk = {spec.head_dim_qk}, head_dim_vo = {spec.head_dim_vo};",
+    )
+
+
 def _mask_tiles_traits(spec: KernelSpec) -> tuple[str, ...]:
     return (
         "using Variant = flashpage::Variant;",
@@ -86,6 +93,9 @@ GATHER_SLOTS = _helper("gather_slots", "GatherSlots", "GatherSlotsParams")
 WIDEN_PAGES = dataclasses.replace(
     _helper("widen_pages", "WidenPages<Traits>", "WidenPagesParams"), traits=_format_rows_traits
 )
+ROTATE_PAGES = dataclasses.replace(
+    _helper("rotate_pages", "RotatePages<Traits>", "RotatePagesParams"), traits=_rotate_pages_traits
+)
 PLAN = _helper("plan", "PlanOnDevice", "plan::TablePlan")
 MASK_TILES = dataclasses.replace(
     _helper("mask_tiles", "MaskTiles<Traits>", "MaskTilesParams"),
@@ -96,7 +106,7 @@ MASK_TILES = dataclasses.replace(
 
 KERNELS = (
     *(MERGE, MERGE_BY_COLUMNS, MERGE_STATES, APPEND, APPEND_LATENT, APPEND_QUANTISED, CPU_APPEND_QUANTISED),
-    *(GATHER_ROWS, GATHER_SLOTS, WIDEN_PAGES, PLAN, MASK_TILES),
+    *(GATHER_ROWS, GATHER_SLOTS, WIDEN_PAGES, ROTATE_PAGES, PLAN, MASK_TILES),
 )
 
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
@@ -112,5 +122,6 @@ AHEAD_OF_HOPPER = (
     KernelSpec(
         "widen_pages", kv_dtype=DType.BYTES, head_dim_qk=128, head_dim_vo=128, k_format="nvfp4", v_format="nvfp4"
     ),
+    KernelSpec("rotate_pages", head_dim_qk=128, head_dim_vo=128),
     KernelSpec("mask_tiles", mask_source="packed_bits"),
 )

@@ -85,7 +85,7 @@ def rows_form(
 
     If a unit has whole rows of the group, its packed rows have the same order in a box as in a tile; so they do if
     units divide the group evenly (`may_divide`). `strides`: elements between rows and heads. Each run sets its number
-    of rows by `resize`.
+    of rows by `resize_rows`.
     """
     row_stride, head_stride = (stride * element_bytes for stride in strides)
     if heads == 1:
@@ -103,8 +103,11 @@ def rows_form(
     )
 
 
-def resize(boxes: native.KvBoxes, rows: int, leading: int, is_paged: bool, kv_layout: str) -> None:
-    """Writes the first dimensions of this run's q, out and cache, which may change between runs of one binding."""
+def resize_rows(boxes: native.KvBoxes, rows: int) -> None:
+    """Writes how many rows this run's q and out have, which may change between runs of one binding."""
     boxes.q.dims[2] = boxes.out.dims[2] = max(1, rows)
-    axis = 3 if is_paged else 1 if kv_layout == "NHD" else 2
-    boxes.k.dims[axis] = boxes.v.dims[axis] = max(1, leading)
+
+
+def resize_cache(form: native.BoxForm, leading: int, is_paged: bool, kv_layout: str) -> None:
+    """Writes the first dimension of this run's K or V, likewise."""
+    form.dims[3 if is_paged else 1 if kv_layout == "NHD" else 2] = max(1, leading)

@@ -1,5 +1,5 @@
 """When K and V are copied before a Hopper prefill reads them, and pages of one token as contiguous rows; those of
-formats become wider pages (widened_pages.py).
+formats become wider pages (widened_pages.py), and under RoPE q and K are rotated (rotated_pages.py).
 
 Loading warps load single rows by cp.async, which costs a prefill an eighth of its time (docs/tried.md); contiguous rows
 come in boxes. If enough query rows see each token, a kernel that copies all rows costs less. The start of a request's
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from ..kernels.devices import H200, Device
 from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
 from ..kernels.work import Problem, Work
-from . import widened_pages
+from . import rotated_pages, widened_pages
+from .rotated_pages import rotates
 from .widened_pages import widens
 
 NOTE = "pages of one token: a kernel before this one gathers K and V into contiguous rows, which come in boxes"
@@ -41,36 +43,46 @@ def runs_on(device: torch.device) -> bool:
     return devices.of(device).has_wgmma
 
 
+class _Kind(NamedTuple):
+    """One kind of copy."""
+
+    note: str
+    read: Callable[[Options], Options]
+    spec: Callable[[Options], KernelSpec]
+    params: type[Params]
+    below: Callable[[int, native.BatchStruct, Options], Copy | None]
+
+
+def _kind(options: Options) -> _Kind:
+    return _ROTATED if rotates(options) else _WIDENED if widens(options) else _GATHERED
+
+
 def as_rows(options: Options) -> Options:
     """The problem of the attention kernel over the copy."""
-    if widens(options):
-        return widened_pages.as_pages(options)
-    return dataclasses.replace(options, kv_source="ragged", page_size=0)
+    return _kind(options).read(options)
 
 
 def note_of(options: Options) -> str:
-    return widened_pages.NOTE if widens(options) else NOTE
+    return _kind(options).note
 
 
 def spec_of(options: Options) -> KernelSpec:
     """The kernel that copies."""
-    return widened_pages.spec_of(options) if widens(options) else KernelSpec("gather_rows")
+    return _kind(options).spec(options)
 
 
-def params_of(options: Options) -> native.GatherRowsParams | native.WidenPagesParams:
+def params_of(options: Options) -> Params:
     """Its parameters."""
-    return native.WidenPagesParams() if widens(options) else native.GatherRowsParams()
-
-
-def _copy_below(limit: int, first: int, end: int, options: Options) -> Rows | widened_pages.Pages | None:
-    """The copy at the end of the memory before `limit`."""
-    return (widened_pages.Pages if widens(options) else Rows).below(limit, first, end, options)
+    return _kind(options).params()
 
 
 class GatherPolicy:
     """Whether a batch is worth the copy. Made once for options, evaluated at every plan."""
 
-    __slots__ = ("_hidden", "_least_rows", "_least_with_starts", "_most_tokens", "_options", "_unit_tokens", "may_be")
+    __slots__ = (
+        *("_hidden", "_least_rows", "_least_visible", "_least_with_starts", "_most_tokens", "_options"),
+        *("_unit_tokens", "may_be"),
+    )
 
     def __init__(self, options: Options, card: Device) -> None:
         self._options = options
@@ -82,6 +94,9 @@ class GatherPolicy:
         least, with_starts = LEAST_ROWS, float(LEAST_ROWS_AND_STARTS)
         if widens(options):  # a unit's start costs no more without the copy
             least, with_starts = widened_pages.least_rows(options), math.inf
+        if rotates(options):
+            least, with_starts = rotated_pages.LEAST_ROWS, math.inf
+        self._least_visible = rotated_pages.LEAST_VISIBLE if rotates(options) else 0
         self._least_rows = least * rows_of_h200
         self._least_with_starts = with_starts * rows_of_h200
         self._unit_tokens = UNIT_TOKENS * card.flops_per_byte
@@ -97,7 +112,7 @@ class GatherPolicy:
             return False
         rows = self.rows_of_token(batch, total_rows, total_tokens)
         if rows >= self._least_rows:
-            return True
+            return rows * total_tokens >= self._least_visible * total_rows
         return (
             total_tokens >= MANY_TOKENS
             and rows + self._unit_tokens * total_rows / total_tokens >= self._least_with_starts
@@ -109,10 +124,10 @@ class GatherPolicy:
         page."""
         options = self._options
         tokens = entries * max(1, options.page_size)
-        are_used = batch.kv_lens.data is None or widens(options)
+        are_used = batch.kv_lens.data is None or widens(options) or rotates(options)
         if not (are_used and self.is_for(batch.requests, batch.rows, tokens)):
             return None
-        copy = _copy_below(partials[1], batch.kv_begin, batch.kv_end, options)
+        copy = _kind(options).below(partials[1], batch, options)
         return copy if copy is not None and copy.k >= partials[0] else None
 
     def rows_of_token(self, batch: int, total_rows: int, total_tokens: int) -> float:
@@ -125,12 +140,13 @@ class GatherPolicy:
 
 def _may_be(options: Options) -> bool:
     """False if the batch must not choose how it is read, and for masks and users' variants, which were not measured."""
-    is_plain = options.position_encoding != "ROPE_LLAMA" and options.variant is None and not options.has_mask
+    is_plain = options.variant is None and not options.has_mask
     is_free = not (options.uniform_q_len or options.is_batch_invariant)
     of_tokens = options.kv_source == "paged" and options.page_size == 1 and options.kv_dtype.size == _ELEMENT_BYTES
-    if not (is_plain and is_free and (of_tokens or widens(options))):
+    has_copy = rotates(options) or (options.position_encoding != "ROPE_LLAMA" and (of_tokens or widens(options)))
+    if not (is_plain and is_free and has_copy):
         return False
-    read = as_rows(options) if widens(options) else options
+    read = options if _kind(options) is _GATHERED else as_rows(options)
     work = Work(Problem(read, LEAST_ROWS), H200)  # only the card's capability matters here
     return any(kernel.gathers_rows and not kernel.refusals(work) for kernel in ATTENTION)
 
@@ -147,6 +163,11 @@ class Rows(NamedTuple):
     def is_paged(self) -> bool:
         """Whether the attention kernel reads pages."""
         return False
+
+    @property
+    def q_address(self) -> int | None:
+        """Where the attention kernel reads q; None: where it is."""
+        return None
 
     @staticmethod
     def below(limit: int, first: int, end: int, options: Options) -> Rows:
@@ -180,7 +201,30 @@ class Rows(NamedTuple):
         params.token_vectors = native.make_fast_div(max(k, v) * options.num_kv_heads)
 
 
-Copy = Rows | widened_pages.Pages
+Copy = Rows | widened_pages.Pages | rotated_pages.RotatedPages
+Params = native.GatherRowsParams | native.WidenPagesParams | native.RotatePagesParams
+
+_GATHERED = _Kind(
+    NOTE,
+    lambda options: dataclasses.replace(options, kv_source="ragged", page_size=0),
+    lambda _: KernelSpec("gather_rows"),
+    native.GatherRowsParams,
+    lambda limit, batch, options: Rows.below(limit, batch.kv_begin, batch.kv_end, options),
+)
+_WIDENED = _Kind(
+    widened_pages.NOTE,
+    widened_pages.as_pages,
+    widened_pages.spec_of,
+    native.WidenPagesParams,
+    lambda limit, batch, options: widened_pages.Pages.below(limit, batch.kv_begin, batch.kv_end, options),
+)
+_ROTATED = _Kind(
+    rotated_pages.NOTE,
+    rotated_pages.as_rotated,
+    rotated_pages.spec_of,
+    native.RotatePagesParams,
+    rotated_pages.RotatedPages.below,
+)
 
 
 def _token_bytes(options: Options, dim: int) -> int:

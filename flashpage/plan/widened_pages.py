@@ -71,6 +71,11 @@ class Pages(NamedTuple):
         """Whether the attention kernel reads pages."""
         return True
 
+    @property
+    def q_address(self) -> int | None:
+        """Where the attention kernel reads q; None: where it is."""
+        return None
+
     @staticmethod
     def below(limit: int, first: int, end: int, options: Options) -> Pages | None:
         """The pages at the end of the memory before `limit`; `k` is where they begin. None: more than can be

@@ -47,6 +47,7 @@ class Binding:
             "out_shape",
             "params",
             "parts",
+            "q_strides",
             "scale_holder",
             "scale_masks",
             "scales",
@@ -98,7 +99,7 @@ class Binding:
         """Sets strides and offsets; checks everything that the signature does not change."""
         options, params = self.combination.options, self.params
         q, cache, out, _lse = tensors
-        params.q_row_stride, params.q_head_stride = kv_view.rows_strides(q, "q")
+        self.q_strides = params.q_row_stride, params.q_head_stride = kv_view.rows_strides(q, "q")
         k, v = views_of(cache, options, self.kv_layout)
         if options.has_formats:
             self._bind_scales(scale_views(cache, (k, v), options, self.kv_layout))
@@ -106,7 +107,7 @@ class Binding:
                 kv_view.in_bytes(view, side.stored_size) for view, side in zip((k, v), options.formats, strict=True)
             )
         self.cache_views = {"K": k, "V": v}
-        self._bind_views(self.cache_views, params)
+        self._bind_views(self.cache_views)
         self.bound_run.v_offset = self.fused_offset = v.offset * options.kv_dtype.size
         heads, dim = options.num_q_heads, options.head_dim_vo
         if out is None:
@@ -118,21 +119,22 @@ class Binding:
         params.out_row_stride, params.out_head_stride = merge.out_row_stride, merge.out_head_stride = strides
         self._bind_alignment(strides, k, v)
 
-    def _bind_views(
-        self,
-        views: dict[str, kv_view.View],
-        cache: native.AttentionParams | native.GatherRowsParams | native.WidenPagesParams,
-    ) -> None:
-        """Sets K and V as the attention kernel reads them, and chooses the struct that gets the cache's addresses."""
-        self.views, params, bound = views, self.params, self.bound_run.parts[0]
-        for side, view in ((params.k, views["K"]), (params.v, views["V"])):
+    def _bind_views(self, copied: dict[str, kv_view.View], reads_q: bool = True) -> None:
+        """Sets K and V as the attention kernel reads them, and chooses the structs that get the addresses of q and of
+        the cache: those of the kernel before for what is `copied`, and for q unless the attention kernel `reads_q`."""
+        params, bound = self.params, self.bound_run.parts[0]
+        self.views = self.cache_views | copied
+        for side, view in ((params.k, self.views["K"]), (params.v, self.views["V"])):
             side.page_stride, side.token_stride, side.head_stride = (
                 view.page_stride,
                 view.token_stride,
                 view.head_stride,
             )
-        bound.k_view, bound.v_view = ctypes.addressof(cache.k), ctypes.addressof(cache.v)
-        self.scale_holder = params if isinstance(cache, native.GatherRowsParams) else cache
+        ahead = params if copied is self.cache_views else self.gather
+        bound.q = _address_of_q(params if reads_q else self.gather)
+        bound.k_view = ctypes.addressof(ahead.k)
+        bound.v_view = ctypes.addressof(ahead.v if "V" in copied else params.v)
+        self.scale_holder = ahead if isinstance(ahead, native.WidenPagesParams) else params
         bound.key_scales = ctypes.addressof(self.scale_holder.key_scales)
         bound.value_scales = ctypes.addressof(self.scale_holder.value_scales)
 
@@ -165,16 +167,17 @@ class Binding:
             for holder in (self.scale_holder, *(its.params for its in self.parts[1:])):
                 (holder.value_scales if i else holder.key_scales).data = address
 
-    def _bind_gathered(self, rows: gather_rows.Copy | None) -> None:
-        """Makes the attention kernel read the rows that each run gathers, or the cache again."""
+    def _bind_gathered(self, copy: gather_rows.Copy | None) -> None:
+        """Makes the attention kernel read what each run copies, or the cache again."""
         params, options = self.params, self.combination.options
-        self.gathered = rows
-        if rows is None:
-            self._bind_views(self.cache_views, params)
+        self.gathered = copy
+        params.q_row_stride, params.q_head_stride = self.q_strides
+        if copy is None:
+            self._bind_views(self.cache_views)
             return
-        self._bind_views(rows.views(options), self.gather)
-        rows.bind(self.gather, self.cache_views, options, params)
-        params.k.data, params.v.data = rows.k, rows.v
+        self._bind_views(copy.views(options), reads_q=copy.q_address is None)
+        copy.bind(self.gather, self.cache_views, options, params)
+        params.k.data, params.v.data, params.q = copy.k, copy.v, copy.q_address
 
     def _bind_alignment(self, out_strides: tuple[int, int], k: kv_view.View, v: kv_view.View) -> None:
         options, params = self.combination.options, self.params
@@ -230,17 +233,19 @@ class Binding:
             params = its.params
             params.kv_indices, params.custom_mask = batch.pages.address, batch.mask.address
             params.num_kv_indices = planner.kv_end if options.is_paged else 0
+        plan, partials = combination.slot.memory.data_ptr(), batch.workspaces.partials(options.head_dim_vo)
+        self.params.plan = plan + parts[0].offset  # kernels that copy may read it
         if combination.gathered is not None or self.gathered is not None:
             self._bind_gathered(combination.gathered)
         if len(parts) > len(self.parts):
             self.parts.append(self.parts[0].copy())
-        plan, partials = combination.slot.memory.data_ptr(), batch.workspaces.partials(options.head_dim_vo)
         self.bound_run.num_parts = len(parts)
         for part, its, bound in zip(parts, self.parts, self.bound_run.parts, strict=False):
             its.use_plan(part, plan, *partials)
             its.use_boxes(part.prepared, self.views, self.gathered)
             bound.params, bound.merge_params = ctypes.addressof(its.params), ctypes.addressof(its.merge)
             if its is not self.parts[0]:
+                bound.q = _address_of_q(its.params)
                 bound.k_view, bound.v_view = ctypes.addressof(its.params.k), ctypes.addressof(its.params.v)
                 bound.key_scales = ctypes.addressof(its.params.key_scales)
                 bound.value_scales = ctypes.addressof(its.params.value_scales)
@@ -299,10 +304,14 @@ class Binding:
                 self._resize(its.boxes, q, cache)
 
     def _resize(self, found: native.KvBoxes, q: torch.Tensor, cache: Any) -> None:
-        if self.gathered is not None:
-            tensor_maps.resize(found, q.shape[0], self.gathered.end, self.gathered.is_paged, "NHD")
-            return
-        tensor_maps.resize(found, q.shape[0], _leading(cache), self.combination.options.is_paged, self.kv_layout)
+        tensor_maps.resize_rows(found, q.shape[0])
+        copy = self.gathered
+        for form, name in ((found.k, "K"), (found.v, "V")):
+            if copy is not None and self.views[name] is not self.cache_views[name]:
+                tensor_maps.resize_cache(form, copy.end, copy.is_paged, "NHD")
+            else:
+                is_paged = self.combination.options.is_paged
+                tensor_maps.resize_cache(form, _leading(cache), is_paged, self.kv_layout)
 
     def _misaligned(self, *addresses: int) -> RunError:
         found = [
@@ -376,6 +385,10 @@ class Binding:
         for its in self.parts:
             its.params.sinks = address
         self.sinks = sinks
+
+
+def _address_of_q(params: native.AttentionParams | native.RotatePagesParams) -> int:
+    return ctypes.addressof(params) + type(params).q.offset
 
 
 def _leading(cache: Any) -> int:

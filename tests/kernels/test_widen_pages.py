@@ -131,11 +131,14 @@ def test_boxes_have_all_pages(page: int) -> None:
     prepared: Any = SimpleNamespace(choice=choice, read=read, schedule=SimpleNamespace(tile_q=128))
     part = BoundPart(options)
     combination = SimpleNamespace(options=options)
-    binding: Any = SimpleNamespace(parts=[part], gathered=None, combination=combination, kv_layout="NHD")
+    binding: Any = SimpleNamespace(
+        parts=[part], combination=combination, kv_layout="NHD", cache_views=dict.fromkeys("KV")
+    )
     binding._resize = functools.partial(Binding._resize, binding)
     for tokens in (1024, 16384):
         pages = tokens // page
         binding.gathered = widened_pages.Pages.below(1 << 34, 0, pages, options)
-        part.use_boxes(prepared, binding.gathered.views(options), binding.gathered)
+        binding.views = binding.gathered.views(options)
+        part.use_boxes(prepared, binding.views, binding.gathered)
         Binding.resize(binding, torch.empty(tokens, 32, 128), None)
         assert list(part.boxes.k.dims) == list(part.boxes.v.dims) == [128, page, 8, pages]

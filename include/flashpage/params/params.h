@@ -205,6 +205,26 @@ struct WidenPagesParams {
   i32 num_pages;
 };
 
+// rotate_pages: rows of q, and K of each request's tokens, are rotated (RoPE); pages are copied in the order of their
+// numbers, with V. Elements have 16 bits; rows of the cache and of q start on 16 bytes.
+struct RotatePagesParams {
+  const void* q;           // [total_q, num_q_heads, head_dim_qk]
+  KvView k, v;             // the cache
+  const i32* kv_indices;   // [first + count]; tokens of entries that are no page are skipped. Null: ragged
+  const PlanHeader* plan;  // of the attention kernel
+  void* q_rows;            // [total_q, num_q_heads, head_dim_qk], contiguous
+  void* k_pages;           // [first + count, page size, num_kv_heads, head_dim_qk]; tokens of requests are written
+  void* v_pages;           // [first + count, page size, num_kv_heads, head_dim_vo]; null: V is read where it is
+  i32* numbers;            // [first + count]: each entry's own number; null: the attention kernel reads no pages
+  i64 q_row_stride, q_head_stride;
+  FastDiv page;  // tokens of a page (ragged: 1)
+  i32 num_q_heads, num_kv_heads;
+  i32 first, count;
+  i32 num_pages;
+  float rope_scale;  // positions are divided by it
+  float rope_theta;
+};
+
 // gather_slots: entry i of request r's range of `indices` becomes the page of its token starts[r] + i * page size.
 struct GatherSlotsParams {
   const i32* table;      // [requests of the pool, table_row_stride], a slot for each token

@@ -18,6 +18,7 @@ from . import (
     long,
     options,
     pairs,
+    rotated,
     shapes,
 )
 from .case import Case
@@ -33,6 +34,7 @@ CASES: list[Case] = [
     *fp8_outputs.rows(),
     *long.rows(),
     *gathered.rows(),
+    *rotated.rows(),
     *latent.rows(),
     *formats.rows(),
 ]

@@ -37,8 +37,9 @@ FP_DEVICE void rotate_pairs(u32& low, u32& high, const RotationPair& rotation) {
   high = ptx::pack2<To>(rotation.first.high(a.x, b.x), rotation.second.high(a.y, b.y));
 }
 
-// Revolutions a token of column i of the lower half of a row.
-FP_DEVICE double revolutions_a_token(const AttentionParams& params, int i, int half) {
+// Revolutions a token of column i of the lower half of a row. Params are AttentionParams or RotatePagesParams.
+template <class Params>
+FP_DEVICE double revolutions_a_token(const Params& params, int i, int half) {
   constexpr double two_pi = 6.283185307179586;
   return exp2(log2(static_cast<double>(params.rope_theta)) * -i / half) / (params.rope_scale * two_pi);
 }

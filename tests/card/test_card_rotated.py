@@ -1,0 +1,152 @@
+"""q and K that are rotated before a prefill, on a card: compared with rotation in the attention kernel, in chains of
+launches and in graphs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from graphs import capture
+
+import flashpage
+from flashpage.plan import rotated_pages
+
+pytestmark = pytest.mark.cuda
+DEVICE = "cuda:0"
+ROWS, KV_LENS = (1100, 700, 1301), (4000, 3000, 2003)
+HEADS, DIM, PAGE = (32, 4), 128, 16
+PAGES = [-(-tokens // PAGE) for tokens in KV_LENS]
+WITH_ROOM, WITHOUT = 128 << 20, 16 << 20  # bytes of a workspace; the copies take 42 MiB
+LAYERS = 8
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability(DEVICE) != (9, 0):
+        pytest.skip("the kernel is Hopper's")
+
+
+def indptr(lens: Any) -> torch.Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).int()
+
+
+class Rotated:
+    """A batch, the queries and caches of two layers, and a wrapper over a workspace of NaN."""
+
+    def __init__(self, workspace_bytes: int = WITH_ROOM, *, is_ragged: bool = False, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.is_ragged, dtype = is_ragged, options.setdefault("q_data_type", torch.bfloat16)
+        make = lambda *shape: torch.randn(*shape, device=DEVICE, dtype=dtype)
+        shape = (sum(KV_LENS),) if is_ragged else (2 * sum(PAGES), PAGE)
+        self.queries = [make(sum(ROWS), HEADS[0], DIM) for _ in range(2)]
+        self.caches = [tuple(make(*shape, HEADS[1], DIM) for _ in "kv") for _ in range(2)]
+        order = torch.randperm(2 * sum(PAGES))
+        self.indices = order[: sum(PAGES)].int().to(DEVICE)
+        if not is_ragged:
+            for half in (half for cache in self.caches for half in cache):
+                half[order[sum(PAGES) :].to(DEVICE)] = math.nan
+        self.options = {"causal": True, "pos_encoding_mode": "ROPE_LLAMA"} | options
+        self.workspace = torch.full((workspace_bytes,), 255, dtype=torch.uint8, device=DEVICE)
+        kind = "Ragged" if is_ragged else "Paged"
+        self.wrapper: Any = getattr(flashpage, f"BatchPrefillWith{kind}KVCacheWrapper")(self.workspace)
+        self.plan()
+
+    def plan(self) -> None:
+        last = torch.tensor([(tokens - 1) % PAGE + 1 for tokens in KV_LENS], dtype=torch.int32)
+        pages = (indptr(KV_LENS),) if self.is_ragged else (indptr(PAGES), self.indices, last)
+        sizes = (*HEADS, DIM) if self.is_ragged else (*HEADS, DIM, PAGE)
+        self.wrapper.plan(indptr(ROWS), *pages, *sizes, **self.options)
+
+    @property
+    def is_rotated(self) -> bool:
+        return rotated_pages.NOTE in self.wrapper.last_plan.notes
+
+    def run(self, layer: int = 0, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, cache = self.queries[layer], self.caches[layer]
+        out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan, device=DEVICE)
+        kv = cache if self.is_ragged else (cache,)
+        self.wrapper.run(q, *kv, out=out, lse=lse, return_lse=True, **options)
+        return out, lse
+
+
+def assert_all_same_bits(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"is_ragged": True},
+        {"causal": False},
+        {"window_left": 2000},
+        {"logits_soft_cap": 20.0},
+        {"q_data_type": torch.float16, "rope_scale": 2.0, "rope_theta": 5e5},
+    ],
+    ids=str,
+)
+def test_both_ways_give_the_same(how: dict[str, Any]) -> None:
+    """The float workspace has room for the copies, or it does not."""
+    batch, in_kernel = Rotated(**how), Rotated(WITHOUT, **how)
+    assert batch.is_rotated and not in_kernel.is_rotated
+    for options in ({}, {"enable_pdl": False}):
+        (out, lse), (expected, expected_lse) = batch.run(**options), in_kernel.run(**options)
+        assert_all_same_bits((out, lse), batch.run(**options))
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("enable_pdl", [None, False])
+def test_layers_that_follow_at_once_rotate_into_the_same_memory(enable_pdl: bool | None, is_ragged: bool) -> None:
+    """A rotation that starts too early overwrites rows that the last layer still reads."""
+    batch = Rotated(is_ragged=is_ragged)
+    expected = [batch.run(layer) for layer in range(2)]
+    torch.cuda.synchronize()
+    assert not torch.equal(expected[0][0], expected[1][0])
+    for _ in range(4):
+        found = [batch.run(i % 2, enable_pdl=enable_pdl) for i in range(LAYERS)]
+        torch.cuda.synchronize()
+        for i, outputs in enumerate(found):
+            assert_all_same_bits(outputs, expected[i % 2])
+
+
+def test_tensors_that_were_just_written_are_rotated() -> None:
+    """The plan is new too, in a workspace that others have used since."""
+    batch = Rotated()
+    expected, tensors = batch.run(), (batch.queries[0], *batch.caches[0])
+    kept = [tensor.clone() for tensor in tensors]
+    for _ in range(10):
+        batch.workspace.fill_(255)
+        for tensor, values in zip(tensors, kept, strict=True):
+            tensor.fill_(math.nan)
+            tensor.copy_(values)
+        batch.plan()
+        found = batch.run()
+        for tensor in tensors:
+            tensor.fill_(math.nan)
+        assert_all_same_bits(found, expected)
+        for tensor, values in zip(tensors, kept, strict=True):
+            tensor.copy_(values)
+
+
+def test_captured_layers() -> None:
+    batch = Rotated()
+    expected = [batch.run(layer) for layer in range(2)]
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def layers() -> None:
+        found[:] = [batch.run(layer) for layer in (0, 1, 1, 0)]
+
+    replay = capture(layers)
+    for _ in range(3):
+        batch.workspace.fill_(255)
+        for outputs in found:
+            outputs[0].fill_(math.nan)
+        replay()
+        torch.cuda.synchronize()
+        for outputs, layer in zip(found, (0, 1, 1, 0), strict=True):
+            assert_all_same_bits(outputs, expected[layer])
