@@ -41,7 +41,7 @@ class Bound:
         self.v = torch.zeros(3, 2, 4, 2, 16).to(dtype) if has_pair else None
         self.lse = torch.zeros(4, 2)
         self.params, self.merge, self.args = native.AttentionParams(), native.MergeParams(), native.RunArgs()
-        structs = [self.params, self.merge]
+        structs = [self.params, self.merge, self.params]  # q is the first field of params
         structs += [getattr(self.params, name) for name in ("k", "v", "key_scales", "value_scales")]
         self.struct = native.BoundRun(ctypes.addressof(self.args), num_parts=1, v_offset=64, alignment_mask=15)
         self.struct.parts[0] = native.BoundPart(*map(ctypes.addressof, structs))

@@ -304,7 +304,7 @@ def test_boxes_are_those_of_the_copies(options: Options) -> None:
     part.params.group.divisor = 4
     views = copy.views(options)
     assert ("V" in views) == options.is_paged
-    part.use_boxes(prepared, {"V": views["K"]} | views, copy)
+    part.use_boxes(prepared, dict.fromkeys("KV", views["K"]) | views, copy)
     assert part.boxes is not None
     page = options.page_size if copy.is_paged else 100
     assert list(part.boxes.k.dims) == [128, page, 8, 100 if copy.is_paged else 1]
