@@ -24,6 +24,8 @@ TITLES = {  # sections in the order of the page
     "mixed": "Decodes and prompts in one call",
     "formats": "Caches of 4 and 8 bits",
     "mla": "Latent rows (MLA)",
+    "more-mla": "Latent rows (MLA), other shapes",
+    "expanded": "Prompts over expanded latent rows",
     "sparse": "Latent rows of 656 bytes, by lists of tokens and by pages",
     "energy": "Energy of long prompts",
     "host": "Host time of plan and run",

@@ -25,18 +25,19 @@ def profiled(llm: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
     calls = _calls()
     for owner, name in calls:
         _time(owner, name, times)
-    engine, started, steps, found = llm.llm_engine, set[str](), 0, {}
+    engine, started, steps, found = llm.llm_engine, set[str](), 0, dict[str, Any]()
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    profiler = _started()
+    profiler, with_prompts = _started(), 0
     while engine.has_unfinished_requests() and steps < _STEPS:
         answers = engine.step()
+        with_prompts += len(started) < len(prompts)
         steps += len(started) == len(prompts)
         started |= {answer.request_id for answer in answers if answer.outputs[0].token_ids}
         if len(started) == len(prompts) and "prompts" not in found:
-            found["prompts"] = _kernels(profiler, times)
+            found["prompts"] = _kernels(profiler, times) | {"steps": with_prompts}
             profiler = _started()
-    found["decodes"] = _kernels(profiler, times)
+    found["decodes"] = _kernels(profiler, times) | {"steps": steps}
     engine.abort_request(list(map(str, range(len(prompts)))))
     while engine.has_unfinished_requests():
         engine.step()
@@ -49,6 +50,7 @@ def _calls() -> list[tuple[Any, str]]:
     """The objects and methods whose time is noted."""
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
+    gc.unfreeze()  # vLLM freezes what it has made, which get_objects then leaves out
     found = [one for one in gc.get_objects() if type(one).__module__.startswith(("vllm", "flashpage"))]
     calls = [(one, "build") for one in found if issubclass(type(one), AttentionMetadataBuilder)]
     return calls + [(one, "execute_model") for one in found if type(one).__name__ == "GPUModelRunner"]
@@ -109,14 +111,15 @@ def show_profile(name: str, phases: dict[str, Any], path: Path) -> None:
 
 
 def of_a_step(phase: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of a step of a phase: all of it, kernels of attention, and the host's part of planning."""
-    host = phase["host_us"]
-    steps, step_us = next(found for key, found in host.items() if key.endswith(".execute_model"))
+    """Microseconds of a step of a phase: all of it, kernels of attention, what the host takes to plan, and the host's
+    part of a step in the median."""
+    host, steps = phase["host_us"], phase["steps"]
     attention = sum(us for name, _, us in phase["kernels"] if _ATTENTION.search(name) and not _WRITE.search(name))
     plans = sum(count * us for key, (count, us) in host.items() if key.endswith(".build"))
+    whole = [us for key, (_, us) in host.items() if key.endswith(".execute_model")]
     return {
         "step_us": round(phase["span_us"] / steps, 1),
         "attention_us": round(attention / steps, 1),
         "plan_us": round(plans / steps, 1),
-        "host_us": step_us,
+        "host_us": whole[0] if whole else 0.0,
     }

@@ -125,7 +125,7 @@ def swapped_rows() -> list[Case]:
             decode("few-fp8-112", "an odd number of steps, seven rows", teams, head_dim=112, num_q_heads=14, **e4m3),
             decode("few-fp8-96-window", "single rows, hidden NaN", long, head_dim=96, sinks=True, **e4m3, **hidden),
             decode("few-fp8-80", "rows of five chunks, odd pages", long, head_dim=80, page_size=7, **e5m2),
-            decode("few-fp8-64-128", "values wider than keys", long, head_dim_vo=128, **e5m2),
+            prefill("few-fp8-64-128", "values wider than keys", (1, 1, 1), long, head_dim=64, head_dim_vo=128, **e5m2),
             decode(
                 "few-fp8-split", "pieces, no LSE", (2000, 9), head_dim=96, fixed_split_size=4, outputs="no_lse", **e4m3
             ),
