@@ -69,7 +69,7 @@ def sanitizers(card: str = "") -> list[Check]:
     """The short case table under each tool, with the card's own tiles or those of another card."""
     tools = (*(as_card(card) if card else ()), "compute-sanitizer", "--error-exitcode", "1", "--tool")
     table = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--reduced")
-    return [Check(f"{tool[0]} {card}".strip(), (*tools, *tool, *table, "--tool", tool[0])) for tool in SANITIZERS]
+    return [Check(f"{tool[0]} {card}".strip(), (*tools, *tool, *table)) for tool in SANITIZERS]
 
 
 def checks(with_sanitizers: bool, with_profiles: bool = False) -> list[Check]:

@@ -3,6 +3,7 @@
 // WARPS_Q, WARPS_KV, WARPS_V, STAGES, CTAS, HEAD_DIM_QK, HEAD_DIM_VO, KV_SOURCE, LATENT_FORMAT and LOADER.
 #include HEADER
 
+#include "flashpage/ptx/named_barrier.h"
 #include "hopper.h"
 
 using namespace flashpage;

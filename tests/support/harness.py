@@ -311,9 +311,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--reduced", action="store_true", help="the short table for compute-sanitizer")
-    parser.add_argument(
-        "--tool", default="", help="leaves out the rows that this tool of compute-sanitizer cannot follow"
-    )
     parser.add_argument("--select", default="", help="cases whose name contains this text")
     parser.add_argument("--only-prebuild", action="store_true", help="compile the kernels of the cases and run none")
     parser.add_argument("--no-prebuild", action="store_true", help="compile kernels one by one, as cases need them")
@@ -324,7 +321,6 @@ def main() -> int:
 
     table = REDUCED if arguments.reduced else CASES
     cases = [case for case in table if arguments.select in case.name and case.runs_on(arguments.device)]
-    cases = [case for case in cases if arguments.tool not in case.not_followed_by]
     start = time.perf_counter()
     if not arguments.no_prebuild:
         print(f"{prebuild(cases, arguments.device)} kernels in {time.perf_counter() - start:.1f} s", flush=True)

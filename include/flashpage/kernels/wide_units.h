@@ -1,6 +1,7 @@
 // The roles of the warps of latent_wide_sm90 and latent_columns_sm90, and how units reach them.
 #pragma once
 #include "flashpage/ptx/mbarrier.h"
+#include "flashpage/ptx/shared.h"
 #include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/softmax/transform.h"
@@ -31,12 +32,28 @@ struct WideWarpsOf {
 using WideWarps = WideWarpsOf<0>;
 static_assert(WideWarps::fit(WideWarps::loading_registers, WideWarps::computing_registers));
 
-// A unit that the plan's warp passes to all others.
+// Waits for all threads that `barrier` counts. `phase`: how often they have met before. All lanes of a warp arrive,
+// because racecheck follows an arrival for its thread alone; it does not follow named barriers of several sizes.
+FP_DEVICE void meet_at(const u64& barrier, u32 phase) {
+  const u32 address = ptx::shared_address(&barrier);
+  ptx::mbarrier_arrive(address);
+  ptx::mbarrier_wait(address, phase & 1);
+}
+
+// A unit that the plan's warp passes to all others. Each lane of the others has read it before it releases the place.
 struct WidePlace {
   Place place;
   i32 first_token;  // of the first block; may be before the unit's first token
   i32 blocks;
   float scale;  // of the unit's scores
+  // What was before this unit, for the phases of barriers: computing warps have no registers for such counts.
+  u32 units;
+  u32 blocks_before[2];  // those with an even number in their unit, and those with an odd one
+
+  // Blocks before this one.
+  FP_DEVICE u32 use(int block) const { return blocks_before[0] + blocks_before[1] + block; }
+  // Blocks before this one whose number in their unit is even, or odd, as this one's.
+  FP_DEVICE u32 use_of_parity(int block) const { return blocks_before[block & 1] + (block >> 1); }
 };
 
 // The units of a pair of CTAs, as its loading warps see them. Shared has the places, their ring and the cursor.
@@ -57,8 +74,7 @@ struct WideUnits {
       if (place.place.done) return;
       loader.open(place);
       for (int block = 0; block < place.blocks; ++block) loader.load(block, use++);
-      __syncwarp();
-      if (lane == 0) shared.place_ring.release(unit_use);
+      shared.place_ring.release(unit_use);
       if (stamps && lane == 0) stamp_first<Traits>(params, Stamp::first_load);
     }
   }
@@ -87,10 +103,15 @@ struct WideUnits {
   FP_DEVICE void publish(u32 use) const {
     shared.place_ring.wait_empty(use);
     WidePlace& to = shared.places[shared.place_ring.slot(use)];
+    to.units = use;
     if (use == 0) {
       shared.cursor.first(params, Shared::unit_rows, to.place);
+      to.blocks_before[0] = to.blocks_before[1] = 0;
     } else {
-      shared.cursor.next(params, Shared::unit_rows, 1, shared.places[shared.place_ring.slot(use - 1)].place, to.place);
+      const WidePlace& last = shared.places[shared.place_ring.slot(use - 1)];
+      shared.cursor.next(params, Shared::unit_rows, 1, last.place, to.place);
+      to.blocks_before[0] = last.blocks_before[0] + (last.blocks + 1) / 2;
+      to.blocks_before[1] = last.blocks_before[1] + last.blocks / 2;
     }
     const Unit& unit = to.place.unit;
     to.scale = latent_score_scale<Traits>(params, to.place.item, unit);

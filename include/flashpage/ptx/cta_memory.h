@@ -4,10 +4,11 @@
 
 namespace flashpage::ptx {
 
+extern "C" __shared__ __align__(1024) u8 flashpage_memory[];
+
 template <class Shared>
 FP_DEVICE Shared& cta_memory() {
-  extern __shared__ __align__(1024) u8 memory[];
-  return *reinterpret_cast<Shared*>(memory);
+  return *reinterpret_cast<Shared*>(flashpage_memory);
 }
 
 }  // namespace flashpage::ptx

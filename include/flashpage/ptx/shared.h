@@ -1,10 +1,23 @@
 // Shared-memory accesses by the 32-bit addresses that PTX instructions take.
 #pragma once
 #include "flashpage/common/types.h"
+#if defined(__CUDACC_RTC__)
+#include "flashpage/ptx/cta_memory.h"
+#endif
 
 namespace flashpage::ptx {
 
-FP_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+FP_DEVICE u32 shared_address(const void* pointer) {
+#if defined(__CUDACC_RTC__)
+  // NVRTC's pointers to shared memory have 64 bits, and sums of them take two registers. Between two of them lie less
+  // than 2^32 bytes, so addresses are counted from where the CTA's memory begins.
+  u32 begin;
+  asm("mov.u32 %0, flashpage_memory;" : "=r"(begin));
+  return begin + static_cast<u32>(__cvta_generic_to_shared(pointer) - __cvta_generic_to_shared(flashpage_memory));
+#else
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+#endif
+}
 
 // Stores words. Ordinary accesses are not ordered with it, only with barriers, as for a copy.
 FP_DEVICE void store_shared(u32 address, u32 first, u32 second) {

@@ -62,9 +62,6 @@ class Case:
     outputs: str = "given"  # given: out= and lse= inside guard bands | strided | returned | no_lse
     lse_mode: str = "base2"  # base2 | basee
     reduced: bool = False  # part of the short table for compute-sanitizer
-    not_followed_by: tuple[
-        str, ...
-    ] = ()  # tools of it that report the named barriers of the row's kernel (docs/tried.md)
     card_only: bool = False  # to the CPU's kernel it is a longer batch with the options of another row
 
     @property

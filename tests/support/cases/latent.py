@@ -6,9 +6,6 @@ from typing import Any
 
 from cases.case import MIXED_KV, MIXED_Q, TILE_EDGES, Case
 
-# not_followed_by, of latent_columns_sm90 and of latent_wide_sm90
-_COLUMNS: tuple[str, ...] = ("racecheck",)
-_WIDE = ("racecheck",)
 _DEEPSEEK: dict[str, Any] = {"head_dim": 576, "head_dim_vo": 512, "num_kv_heads": 1, "entry": "latent"}
 
 
@@ -39,7 +36,6 @@ def _fp8_rows() -> list[Case]:
             num_q_heads=40,
             causal=True,
             reduced=True,
-            not_followed_by=_COLUMNS,
             **v32,
         ),
         latent_case("v32-gapped", "with gaps", *batch, cache="gapped", sinks=True, **v32),
@@ -53,7 +49,7 @@ def _fp8_rows() -> list[Case]:
 
 def _selected_rows() -> list[Case]:
     batch, v32 = ((1, 4, 0, 3), (130, 70, 3, 0)), {"row_format": "deepseek_v32"}
-    columns: dict[str, Any] = {"num_q_heads": 40, "reduced": True, "not_followed_by": _COLUMNS}
+    columns: dict[str, Any] = {"num_q_heads": 40, "reduced": True}
     return [
         latent_case("selected", "lists with gaps", *batch, selected="padded", reduced=True),
         latent_case("selected-lengths", "lists of known lengths", *batch, selected="lengths", sinks=True, page_size=3),
@@ -122,7 +118,6 @@ def rows() -> list[Case]:
             num_q_heads=64,
             page_size=1,
             reduced=True,
-            not_followed_by=_COLUMNS,
         ),
         latent_case("wide-equal", "tiles side by side", (2, 2), (400, 65), causal=True, num_q_heads=128, page_size=64),
         latent_case("wide-little", "a short request by units of few rows", (1,), (300,), num_q_heads=96, page_size=64),
@@ -134,7 +129,6 @@ def rows() -> list[Case]:
             num_q_heads=128,
             sinks=True,
             reduced=True,
-            not_followed_by=_WIDE,
         ),
         latent_case(
             "columns",
@@ -144,7 +138,6 @@ def rows() -> list[Case]:
             num_q_heads=64,
             sinks=True,
             reduced=True,
-            not_followed_by=_COLUMNS,
         ),
         latent_case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16"),
         latent_case("fp32", "fp32, on the CPU", (1, 2), (90, 130), q_dtype="float32"),

@@ -8,6 +8,7 @@
 // instead.
 #pragma once
 #include "flashpage/kernels/decode_sm90/compute.h"
+#include "flashpage/ptx/cta_memory.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/registers.h"
@@ -31,8 +32,7 @@ struct DecodeSm90 {
   static_assert(Traits::stages >= Warps::loading);
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
-    extern __shared__ __align__(1024) u8 memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    Shared& shared = ptx::cta_memory<Shared>();
     DecodeLoad<Traits, Shared> load(shared, params, maps);
     const bool loads = threadIdx.x < Warps::loading * 32;
     if (loads) {

@@ -4,7 +4,6 @@
 #include "flashpage/kernels/latent_columns_sm90/output.h"
 #include "flashpage/kernels/wide_scores.h"
 #include "flashpage/ptx/fence.h"
-#include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/trace.h"
@@ -30,8 +29,6 @@ struct ColumnsCompute {
   static constexpr u32 first_thread = Shared::Warps::loading * 32;  // of the computing ones
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
-  // Names of barriers: all_barrier, group_barrier + group, row_barrier + warp.
-  static constexpr int all_barrier = 1, group_barrier = 2, row_barrier = 4;
 
   Shared& shared;
   const AttentionParams& params;
@@ -39,24 +36,22 @@ struct ColumnsCompute {
   int thread = threadIdx.x % 128;  // of the warpgroup
   int warp = thread / 32, lane = threadIdx.x % 32;
   int group = threadIdx.x / 128 - Shared::Warps::loading / 4;
-  u32 use = 0;       // blocks before the unit
-  u32 unit_use = 0;  // units before this one
+  u32 clearings = 0;  // of blocks, by the readers of a slot
 
   FP_DEVICE ColumnsCompute(Shared& shared, const AttentionParams& params)
       : shared(shared), params(params), exchange(shared) {}
 
   FP_DEVICE void run() {
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::start);
-    for (;; ++unit_use) {
+    for (u32 unit_use = 0;;) {
       shared.place_ring.wait_full(unit_use);
       const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
       if (place.place.done) break;
       shared.query_ring.wait_full(unit_use);
       ptx::fence_before_products();  // Q was copied by cp.async
       run_unit(place);
-      use += place.blocks;
-      __syncwarp();
-      if (lane == 0) shared.place_ring.release(unit_use);
+      unit_use = place.units + 1;
+      shared.place_ring.release(unit_use - 1);
     }
     if (threadIdx.x == first_thread) {
       stamp<Traits>(params, Stamp::end);
@@ -95,9 +90,9 @@ struct ColumnsCompute {
     const Output output{shared, params, place.place, first_row() + warp * 16 + lane / 4, lane};
     if constexpr (Shared::takes_turns) {
       if (group == 0) {
-        output.template write_half<0>(softmax, values, place.blocks, row_barrier + warp);
+        output.template write_half<0>(softmax, values, place.blocks, place.units);
       } else {
-        output.template write_half<1>(softmax, values, place.blocks, row_barrier + warp);
+        output.template write_half<1>(softmax, values, place.blocks, place.units);
       }
       if (place.blocks > group) exchange.release();  // of the last block: its memory has also passed values
     } else {
@@ -108,36 +103,37 @@ struct ColumnsCompute {
 
   FP_DEVICE void attend(State& state) {
     const int blocks = state.place.blocks;
-    if (blocks == 0) return release_query();
-    u32 now = use;
-    multiply_keys(state, now);
-    if (blocks == 1) release_query();
+    if (blocks == 0) return release_query(state.place);
+    u32 now = state.place.use(0);
+    multiply_keys(state, now, now);
+    if (blocks == 1) release_query(state.place);
 #pragma unroll 1
     for (int block = 0; block + 1 < blocks; ++block, ++now) {
       issue_keys(state.product, now + 1);
       Fragments probabilities;
-      make_probabilities(state, probabilities, block, now, true);
+      make_probabilities(state, probabilities, block, now, now, true);
       clear_hidden(state.place, block, now);
       issue_values(state.values, probabilities, now);
       ptx::wgmma_wait<1>();
       take_product(state);
-      if (block + 2 == blocks) release_query();
-      exchange.send(state.scores);
+      if (block + 2 == blocks) release_query(state.place);
+      exchange.send(state.scores, now + 1);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(state.values[0]);
       ptx::wgmma_settle(probabilities);
       shared.release(now, lane);
     }
     Fragments probabilities;
-    make_probabilities(state, probabilities, blocks - 1, now, true);
+    make_probabilities(state, probabilities, blocks - 1, now, now, true);
     add_values(state, probabilities, blocks - 1, now);
   }
-  FP_DEVICE void multiply_keys(State& state, u32 of_use) {
+  // `number`: of the block among those of this warp.
+  FP_DEVICE void multiply_keys(State& state, u32 of_use, u32 number) {
     issue_keys(state.product, of_use);
     ptx::wgmma_wait<0>();
     take_product(state);
     if (threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
-    exchange.send(state.scores);
+    exchange.send(state.scores, number);
   }
 
   // Without a product in flight during the softmax, from the warpgroup's first block on.
@@ -145,16 +141,18 @@ struct ColumnsCompute {
     const int blocks = state.place.blocks;
 #pragma unroll 1
     for (int block = first; block < blocks; block += stride) {
-      multiply_keys(state, use + block);
+      const u32 now = state.place.use(block);
+      const u32 number = Shared::takes_turns ? state.place.use_of_parity(block) : now;
+      multiply_keys(state, now, number);
       const bool goes_on = block + stride < blocks;
-      if (!goes_on) release_query();
+      if (!goes_on) release_query(state.place);
       Fragments probabilities;
-      make_probabilities(state, probabilities, block, use + block, goes_on || !Shared::takes_turns);
-      add_values(state, probabilities, block, use + block);
+      make_probabilities(state, probabilities, block, now, number, goes_on || !Shared::takes_turns);
+      add_values(state, probabilities, block, now);
     }
-    if (blocks <= first) release_query();
+    if (blocks <= first) release_query(state.place);
   }
-  FP_DEVICE void add_values(State& state, Fragments& probabilities, int block, u32 of_use) const {
+  FP_DEVICE void add_values(State& state, Fragments& probabilities, int block, u32 of_use) {
     clear_hidden(state.place, block, of_use);
     issue_values(state.values, probabilities, of_use);
     ptx::wgmma_wait<0>();
@@ -168,8 +166,8 @@ struct ColumnsCompute {
   FP_DEVICE WarpRows rows_of(const WidePlace& place) const {
     return {params, place.place.item, place.place.unit, first_row() + warp * 16, lane};
   }
-  FP_DEVICE void release_query() const {
-    if (lane == 0) shared.query_ring.release(unit_use);
+  FP_DEVICE void release_query(const WidePlace& place) const {
+    if (lane == 0) shared.query_ring.release(place.units);
   }
 
   // Issues product = Q K^T for this CTA's columns.
@@ -229,9 +227,10 @@ struct ColumnsCompute {
 
   FP_DEVICE static float softmax_scale(const State& state) { return softmax_scale_of<Traits>(state.place.scale, {}); }
 
-  // `releases`: whether the other CTA may send the next block's sums at once.
-  FP_DEVICE void make_probabilities(State& state, Fragments& probabilities, int block, u32 of_use, bool releases) {
-    exchange.receive(state.scores);
+  // `number`: as multiply_keys. `releases`: whether the other CTA may send the next block's sums at once.
+  FP_DEVICE void make_probabilities(State& state, Fragments& probabilities, int block, u32 of_use, u32 number,
+                                    bool releases) {
+    exchange.receive(state.scores, number);
     if (releases) exchange.release();
     prepare_scores<Traits>(state.scores, state.place, rows_of(state.place), state.place.first_token + block * tokens);
     if constexpr (Shared::is_selected) hide_missing(state.scores, shared.present[Shared::slot(of_use)]);
@@ -241,9 +240,14 @@ struct ColumnsCompute {
     pack_probabilities<Cache>(state.scores, probabilities);
   }
 
-  // Hides the places of a list that have no token.
-  FP_DEVICE void hide_missing(Scores& scores, const typename Shared::Present (&present)[tokens / 32]) const {
+  // Hides the places of a list that have no token. Only the lane that releases the slot reads them: racecheck does not
+  // order other lanes' reads before the release.
+  FP_DEVICE void hide_missing(Scores& scores, const typename Shared::Present (&of_slot)[tokens / 32]) const {
     static_assert(tokens == 64, "two words of 32 tokens");
+    typename Shared::Present present[2] = {};
+    if (lane == 0) present[0] = of_slot[0], present[1] = of_slot[1];
+#pragma unroll
+    for (auto& word : present) word.bits = __shfl_sync(0xffffffff, word.bits, 0);
     if ((present[0].bits & present[1].bits) == 0xffffffff) return;
 #pragma unroll
     for (int n = 0; n < tokens / 8; ++n)
@@ -256,7 +260,7 @@ struct ColumnsCompute {
   // Clears the values of tokens that the unit does not have but boxes have brought: their memory may hold NaN, and 0 *
   // NaN is NaN. Scores of these tokens are hidden, so a product of keys may read either. A block's readers clear it
   // together.
-  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use) const {
+  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use) {
     if constexpr (!Shared::by_boxes) return;
     const Unit& unit = place.place.unit;
     const i32 first = place.first_token + block * tokens;
@@ -269,7 +273,7 @@ struct ColumnsCompute {
       *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_products();
-    ptx::named_barrier(Shared::takes_turns ? group_barrier + group : all_barrier, threads);
+    meet_at(shared.cleared[Shared::takes_turns ? group : 0], clearings++);
   }
 };
 

@@ -101,11 +101,10 @@ struct ColumnsConvert {
       if (reads_ahead) step = later;
     }
     ptx::fence_before_products();
-    __syncwarp();
     const Present present = Present::of_lanes(rows, arriving.at == nowhere ? -1 : 0);
     arriving = next;
-    if (threadIdx.x % 32 != 0) return;
-    if (Shared::is_selected && part == ColumnsPart::first) shared.present[Shared::slot(use)][sharer()] = present;
+    if (Shared::is_selected && part == ColumnsPart::first && threadIdx.x % 32 == 0)
+      shared.present[Shared::slot(use)][sharer()] = present;
     ptx::mbarrier_arrive(shared.full_barrier(use, part));
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "flashpage/kernels/latent_columns_sm90/shared.h"
 #include "flashpage/ptx/cluster.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/st_async.h"
 
 namespace flashpage {
@@ -19,12 +20,11 @@ struct ScoreExchange {
   Shared& shared;
   int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   int group = threadIdx.x / 128 - Shared::Warps::loading / 4, warp = threadIdx.x / 32 - Shared::Warps::loading;
-  u32 number = 0;  // blocks that this warp has received
 
   FP_DEVICE explicit ScoreExchange(Shared& shared) : shared(shared) {}
 
-  // Sends the sums of the block after those received. The other warp must have read those of the block before.
-  FP_DEVICE void send(const Scores& sums) const {
+  // `number` counts the blocks of this warp. The other warp must have read the sums of the block before.
+  FP_DEVICE void send(const Scores& sums, u32 number) const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.scores_read[warp]), (number & 1) ^ 1);
     const u32 rank = ptx::cluster_rank() ^ 1;
     const u32 to = ptx::peer_address(ptx::shared_address(&shared.received[group][0][thread]), rank);
@@ -35,8 +35,8 @@ struct ScoreExchange {
                        make_float4(sums[0][n][0], sums[0][n][1], sums[0][n][2], sums[0][n][3]), barrier);
   }
 
-  FP_DEVICE void receive(Scores& sums) {
-    const u32 barrier = ptx::shared_address(&shared.scores_full[warp]);
+  FP_DEVICE void receive(Scores& sums, u32 number) const {
+    const u32 barrier = ptx::shared_address(&shared.scores_full[ptx::opaque(warp)]);  // no register from send() on
     if (lane == 0) ptx::mbarrier_arrive_expect(barrier, warp_bytes);
     __syncwarp();
     ptx::mbarrier_wait(barrier, number & 1);
@@ -48,7 +48,6 @@ struct ScoreExchange {
       sums[0][n][2] += other.z;
       sums[0][n][3] += other.w;
     }
-    ++number;
   }
   // Lets the other CTA send the next block.
   FP_DEVICE void release() const {

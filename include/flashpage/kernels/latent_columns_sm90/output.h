@@ -1,7 +1,6 @@
 // The end of a unit in latent_columns_sm90: writes the CTA's half of the columns to the output or to the partials.
 #pragma once
 #include "flashpage/kernels/latent_columns_sm90/shared.h"
-#include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/merge/epilogue.h"
@@ -29,21 +28,23 @@ struct ColumnsOutput {
 
   // Merges the states of both warpgroups, which have the same rows. Each gives the other one the other half of its
   // columns, and writes its own half. A warpgroup without blocks has nothing to give, and may not: the other CTA may
-  // already send it scores of the next unit. `barrier`: a name for the two warps that have the same rows.
+  // already send it scores of the next unit. `units`: how many were before this one.
   template <int group>
-  FP_DEVICE void write_half(SoftmaxState<1>& state, Values& values, int blocks, int barrier) const {
+  FP_DEVICE void write_half(SoftmaxState<1>& state, Values& values, int blocks, u32 units) const {
     const bool gives = blocks > group, takes = blocks > 1 - group;
     constexpr int half_tiles = tiles / 2, given = (1 - group) * half_tiles, own = group * half_tiles;
-    constexpr int round_tiles = half_tiles / 2;
+    constexpr int rounds = 2, round_tiles = half_tiles / rounds, meetings = 1 + 2 * rounds;
     static_assert(round_tiles <= Shared::tokens / 8, "values pass through the memory of scores");
     const int thread = threadIdx.x % 128;
+    u32 phase = units * meetings;  // of the two warps that have the same rows
+    const auto meet = [&] { meet_at(shared.met[thread / 32], phase++); };
     float sum[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] = quad_sum(state.sum[0][half]);
       if (lane % 4 == 0) shared.states[group][first_row + half * 8] = make_float2(state.maximum[0][half], sum[half]);
     }
-    ptx::named_barrier(barrier, 64);
+    meet();
     float factor[1][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -55,13 +56,13 @@ struct ColumnsOutput {
     }
     state.rescale(values, factor);
 #pragma unroll
-    for (int round = 0; round < 2; ++round) {
+    for (int round = 0; round < rounds; ++round) {
 #pragma unroll
       for (int i = 0; i < round_tiles && gives; ++i) {
         const float (&tile)[4] = values[0][given + round * round_tiles + i];
         shared.received[group][i][thread] = make_float4(tile[0], tile[1], tile[2], tile[3]);
       }
-      ptx::named_barrier(barrier, 64);
+      meet();
 #pragma unroll
       for (int i = 0; i < round_tiles && takes; ++i) {
         const float4 other = shared.received[1 - group][i][thread];
@@ -71,7 +72,7 @@ struct ColumnsOutput {
         tile[2] += other.z;
         tile[3] += other.w;
       }
-      ptx::named_barrier(barrier, 64);
+      meet();
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)

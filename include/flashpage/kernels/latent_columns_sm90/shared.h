@@ -29,10 +29,9 @@ struct ColumnsShared {
   using Present = PresentTokens<Traits::kv_source>;
   // Two warps convert a part, each the rows of half of the tokens.
   static constexpr int sharers = converts ? 2 : 1;
-  // Arrivals at a part's barrier, in addition to bytes: one of each converting warp, one of the warp that loads boxes,
-  // or 32 of a warp's lanes whose copies arrive; row by row the first part's warp arrives once more after it has
-  // written `present`.
-  static constexpr int copied = by_boxes || converts ? sharers : 32;
+  // Arrivals at a part's barrier, in addition to bytes: one of the warp that loads boxes, or those of the lanes that
+  // convert or whose copies arrive; row by row the first part's warp arrives once more after it has written `present`.
+  static constexpr int copied = by_boxes ? 1 : 32 * sharers;
   static constexpr int noted = by_boxes || converts || !is_selected ? 0 : 1;
   // Registers of a thread. Warps that load row by row need more of them. Warpgroups that take turns have no scores in
   // flight, and leave more; so do loading warps that have no tail to convert.
@@ -63,6 +62,9 @@ struct ColumnsShared {
   u64 full[slots_ahead][columns_parts];
   u64 empty[slots_ahead];
   u64 scores_full[Warps::computing], scores_read[Warps::computing];  // of each warp's part of `received`
+  // Barriers of computing warps, at which all lanes arrive.
+  u64 met[takes_turns ? Warps::group : 1];       // the two warps with the same rows
+  u64 cleared[takes_turns ? Warps::groups : 1];  // the readers of a slot
   SlotRing<places_ahead> place_ring;
   SlotRing<1> query_ring;
 
@@ -74,7 +76,9 @@ struct ColumnsShared {
     for (u64& barrier : empty) ptx::mbarrier_init(ptx::shared_address(&barrier), readers);
     for (u64& barrier : scores_full) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
     for (u64& barrier : scores_read) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
-    place_ring.init(1, Warps::computing + Tile::loaded_parts * sharers);
+    for (u64& barrier : met) ptx::mbarrier_init(ptx::shared_address(&barrier), 32 * 2);
+    for (u64& barrier : cleared) ptx::mbarrier_init(ptx::shared_address(&barrier), 32 * readers);
+    place_ring.init(1, 32 * (Warps::computing + Tile::loaded_parts * sharers));
     query_ring.init(32, Warps::computing);
     ptx::mbarrier_init_fence();
   }

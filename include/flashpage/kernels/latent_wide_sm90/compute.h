@@ -25,19 +25,17 @@ struct WideCompute {
   using Output = WideOutput<Traits>;
   using Values = typename Output::Values;
   static constexpr int tokens = Shared::tokens, steps = tokens / 16;
+  static constexpr int vote_barrier = 1;  // of the right warpgroup, by name
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
-  // Names of barriers, by warp but for group_barrier. The one at a unit's end has its own: the left warpgroup may get
-  // there before the right one has taken the probabilities of a last single block.
-  static constexpr int from_left = 1, from_right = 5, group_barrier = 9, unit_end = 11, vote_barrier = 15;
 
   Shared& shared;
   const AttentionParams& params;
   int thread = threadIdx.x % 128;  // of the warpgroup
   int warp = thread / 32, lane = threadIdx.x % 32;
   int group = threadIdx.x / 128 - 1;
-  u32 use = 0;       // blocks before the unit
   u32 unit_use = 0;  // units before this one
+  u32 phases = 0;    // bit 0: of the probabilities that this warp takes over; bit 1: of this warpgroup's clearings
 
   FP_DEVICE WideCompute(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
@@ -87,18 +85,16 @@ struct WideCompute {
       if (threadIdx.x == 128) stamp<Traits>(params, Stamp::last_tile);
       const int first_row = cta_row();
       Output{shared, params, place.place, group, warp * 16 + lane / 4, first_row, lane}.write(
-          softmax, values, [&] { ptx::named_barrier(unit_end + warp, 64); });
+          softmax, values, [&](u32 phase) { meet_at(shared.met[warp], phase); });
       if (threadIdx.x == 128) stamp<Traits>(params, Stamp::written);
-      use += place.blocks;
-      __syncwarp();
-      if (lane == 0) shared.place_ring.release(unit_use);
+      shared.place_ring.release(unit_use);
     }
   }
 
-  FP_DEVICE void attend_left(State& state) const {
+  FP_DEVICE void attend_left(State& state) {
     const int blocks = state.place.blocks;
     if (blocks == 0) return release_query();
-    u32 now = use;
+    u32 now = state.place.use(0);
     begin_keys(state.scores, now);
     end_keys(state.scores, now);
     ptx::wgmma_wait<0>();
@@ -113,7 +109,7 @@ struct WideCompute {
       if (state.softmax.raise(state.scores, softmax_scale(state), state.factor)) rescale(state);  // no product is left
       Fragments first, second;
       exponentiate(state, first);
-      hand_over(state, first, from_left);
+      hand_over(state, first);
       clear_hidden(state.place, block, now, WidePart::left);
       issue_values(state.values, first, now, WidePart::left);
       if (has_second) {
@@ -122,7 +118,7 @@ struct WideCompute {
         ptx::wgmma_settle(first);
         ptx::wgmma_settle(state.values[0]);
         release(now, WidePart::left);
-        if (take_over(state, second, from_right)) rescale(state);
+        if (take_over(state, second)) rescale(state);
         clear_hidden(state.place, block + 1, now + 1, WidePart::left);
         issue_values(state.values, second, now + 1, WidePart::left);
         if (goes_on) {
@@ -142,9 +138,9 @@ struct WideCompute {
     }
   }
 
-  FP_DEVICE void attend_right(State& state) const {
+  FP_DEVICE void attend_right(State& state) {
     const int blocks = state.place.blocks;
-    u32 now = use;
+    u32 now = state.place.use(0);
     if (blocks >= 2) {
       attend_pairs(state, now);
     } else {
@@ -161,7 +157,7 @@ struct WideCompute {
   }
   // The pairs of blocks. The loop has its exit in the middle, because otherwise the compiler waits for the scores that
   // are in flight at its end.
-  FP_DEVICE void attend_pairs(State& state, u32& now) const {
+  FP_DEVICE void attend_pairs(State& state, u32& now) {
     begin_keys(state.scores, now + 1);
     end_keys(state.scores, now + 1);
     for (int block = 0;; block += 2, now += 2) {
@@ -175,7 +171,7 @@ struct WideCompute {
       prepare(state, block + 1);
       const bool rose = state.softmax.raise(state.scores, softmax_scale(state), state.factor);
       exponentiate(state, second);
-      hand_over(state, second, from_right);
+      hand_over(state, second);
       rescale_together(state, rose);
       clear_hidden(state.place, block + 1, now + 1, WidePart::right);
       issue_values(state.values, second, now + 1, WidePart::right);
@@ -193,8 +189,8 @@ struct WideCompute {
     now += 2;
   }
   // Issues the product of a pair's first block.
-  FP_DEVICE void add_first(State& state, Fragments& first, int block, u32 now) const {
-    rescale_together(state, take_over(state, first, from_left));
+  FP_DEVICE void add_first(State& state, Fragments& first, int block, u32 now) {
+    rescale_together(state, take_over(state, first));
     clear_hidden(state.place, block, now, WidePart::right);
     issue_values(state.values, first, now, WidePart::right);
   }
@@ -265,17 +261,18 @@ struct WideCompute {
 
   // Passes probabilities and maxima to the same thread of the other warpgroup. It has read what it was passed before,
   // because it writes to the same place in turn.
-  FP_DEVICE void hand_over(const State& state, const Fragments& probabilities, int name) const {
+  FP_DEVICE void hand_over(const State& state, const Fragments& probabilities) const {
 #pragma unroll
     for (int step = 0; step < steps; ++step)
       shared.probabilities[step][thread] =
           make_uint4(probabilities[step][0], probabilities[step][1], probabilities[step][2], probabilities[step][3]);
     shared.maxima[thread] = make_float2(state.softmax.maximum[0][0], state.softmax.maximum[0][1]);
-    ptx::named_barrier_arrive(name + warp, 64);
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.handed_over[group][warp]));
   }
   // Returns whether maxima rose; values must then be multiplied by the factor.
-  FP_DEVICE bool take_over(State& state, Fragments& probabilities, int name) const {
-    ptx::named_barrier(name + warp, 64);
+  FP_DEVICE bool take_over(State& state, Fragments& probabilities) {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.handed_over[1 - group][warp]), phases & 1);
+    phases ^= 1;
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
       const uint4 words = shared.probabilities[step][thread];
@@ -299,7 +296,7 @@ struct WideCompute {
 
   // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. The block's
   // scores are complete.
-  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use, WidePart half) const {
+  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use, WidePart half) {
     const Unit& unit = place.place.unit;
     const i32 first = place.first_token + block * tokens;
     if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
@@ -311,7 +308,8 @@ struct WideCompute {
       *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_products();
-    ptx::named_barrier(group_barrier + group, 128);
+    meet_at(shared.cleared[group], phases >> 1);
+    phases ^= 2;
   }
 };
 

@@ -22,7 +22,7 @@ struct WideOutput {
   int first_row;   // of the CTA, in the unit
   int lane;
 
-  // `meet()`: a barrier of the two warps that have the same rows.
+  // `meet(phase)`: a barrier of the two warps that have the same rows, which they use for nothing else.
   FP_DEVICE void write(const SoftmaxState<1>& state, const Values& values, auto&& meet) const {
     const WorkItem& item = place.item;
     const Unit& unit = place.unit;
@@ -31,7 +31,7 @@ struct WideOutput {
       const float sum = quad_sum(state.sum[0][half]);
       if (lane % 4 == 0) shared.sums[group][row_in_cta + half * 8] = sum;
     }
-    meet();
+    meet(0);
     const float value_scale = value_scale_of(params, item, unit.kv_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -49,7 +49,7 @@ struct WideOutput {
         write_row(values, half, factor, static_cast<typename Traits::Out*>(params.out) + offset, exists);
       }
     }
-    meet();  // the sums are free again
+    meet(1);  // the sums are free again
   }
 
  private:

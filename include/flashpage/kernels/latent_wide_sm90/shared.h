@@ -43,6 +43,10 @@ struct WideShared {
   PlaceCursor cursor;
   u64 full[slots_ahead][Tile::panels];
   u64 empty[slots_ahead][parts];
+  // Barriers of computing warps, at which all lanes arrive.
+  u64 handed_over[2][WideWarps::group];  // by each warp of a warpgroup, to the other one's warp with the same rows
+  u64 met[WideWarps::group];             // the two warps with the same rows
+  u64 cleared[2];                        // the warps of a warpgroup
   SlotRing<places_ahead> place_ring;
   SlotRing<1> query_ring;
 
@@ -52,7 +56,11 @@ struct WideShared {
       for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
     for (auto& slot : empty)
       for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), WideWarps::group * pair);
-    place_ring.init(1, WideWarps::computing + loading_parts);
+    for (auto& warpgroup : handed_over)
+      for (u64& barrier : warpgroup) ptx::mbarrier_init(ptx::shared_address(&barrier), 32);
+    for (u64& barrier : met) ptx::mbarrier_init(ptx::shared_address(&barrier), 32 * 2);
+    for (u64& barrier : cleared) ptx::mbarrier_init(ptx::shared_address(&barrier), 32 * WideWarps::group);
+    place_ring.init(1, 32 * (WideWarps::computing + loading_parts));
     query_ring.init(32, WideWarps::computing);
     ptx::mbarrier_init_fence();
   }

@@ -8,6 +8,7 @@
 #include "flashpage/kernels/prefill_sm90/compute.h"
 #include "flashpage/kernels/prefill_sm90/compute_fp8.h"
 #include "flashpage/kernels/prefill_sm90/loaders/loader.h"
+#include "flashpage/ptx/cta_memory.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/registers.h"
@@ -27,8 +28,7 @@ struct PrefillSm90 {
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps,
                             const MaskTilesParams& mask_tiles) {
-    extern __shared__ __align__(1024) u8 memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    Shared& shared = ptx::cta_memory<Shared>();
     // The L2 also holds what an earlier launch is about to write, so this prefetch need not wait for that launch.
     if (threadIdx.x == 32) ptx::prefetch_to_l2(&cta_start(params.plan, blockIdx.x / Traits::ctas));
     if (threadIdx.x == 0) {
