@@ -313,8 +313,10 @@ struct fp_tensor_form {
 struct fp_bound_part {
   flashpage::AttentionParams* params;
   flashpage::MergeParams* merge_params;
-  const void** q;  // where q's address and the cache's go: in params, or in the parameters of the kernel that
-  flashpage::KvView* k_view;  // copies them before
+  // Where the addresses of q and of the cache go: in params, or in the parameters of the kernel that copies them
+  // before.
+  const void** q;
+  flashpage::KvView* k_view;
   flashpage::KvView* v_view;
   flashpage::KvView* key_scales;  // of formats, likewise
   flashpage::KvView* value_scales;

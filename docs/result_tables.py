@@ -213,15 +213,12 @@ def engine_table(lines: list[Line]) -> str:
 
 def steps_table(lines: list[Line]) -> str:
     """A step's time by attention backend."""
-    kinds, rows = ("step_us", "attention_us", "plan_us", "host_us"), []
+    kinds, rows = ("step_us", "attention_us", "plan_us", "host_step_us"), []
     for line in lines:
         rows += [
             [line["case"], label, *(f"{own[kind]:,.0f}" for kind in kinds)] for label, own in line["figures"].items()
         ]
-    words = (
-        "Means of profiled steps in microseconds: the whole step, its kernels of attention, and what the host takes to"
-    )
-    words += " plan attention; the last column is the host's median of a whole step. A profiled engine is slower."
+    words = "Means of profiled steps in microseconds; the last column is the host's median of a whole step."
     return f"{words}\n\n{table(['trace', 'attention', 'step', 'kernels of attention', 'planning', 'host'], rows)}"
 
 

@@ -24,6 +24,7 @@ from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
 from ..kernels.work import Problem, Work
 from . import rotated_pages, widened_pages
+from .copy_memory import align_down
 from .rotated_pages import rotates
 from .widened_pages import widens
 
@@ -33,7 +34,6 @@ LEAST_ROWS = 4096  # packed rows that see a token, on average (docs/tried.md)
 # Loads of single rows also cost each unit's start about as much as this many tokens. In batches of short contexts many
 # units start for each token: with that counted, this many rows are enough if the launch itself costs little.
 UNIT_TOKENS, LEAST_ROWS_AND_STARTS, MANY_TOKENS = 1900, 6000, 8192
-_ALIGNMENT = 128  # bytes: whole cache lines
 _VECTOR_BYTES = 16  # include/flashpage/kernels/helpers/gather_rows.h
 _ELEMENT_BYTES = 2
 
@@ -172,8 +172,8 @@ class Rows(NamedTuple):
     @staticmethod
     def below(limit: int, first: int, end: int, options: Options) -> Rows:
         """The rows at the end of the memory before `limit`; `k` is where they begin."""
-        v = _down(limit - end * _token_bytes(options, options.head_dim_vo))
-        return Rows(first, end, _down(v - end * _token_bytes(options, options.head_dim_qk)), v)
+        v = align_down(limit - end * _token_bytes(options, options.head_dim_vo))
+        return Rows(first, end, align_down(v - end * _token_bytes(options, options.head_dim_qk)), v)
 
     def views(self, options: Options) -> dict[str, View]:
         """K and V as ragged tensors."""
@@ -229,7 +229,3 @@ _ROTATED = _Kind(
 
 def _token_bytes(options: Options, dim: int) -> int:
     return options.num_kv_heads * dim * _ELEMENT_BYTES
-
-
-def _down(address: int) -> int:
-    return address // _ALIGNMENT * _ALIGNMENT

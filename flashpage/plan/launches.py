@@ -24,8 +24,8 @@ class Addresses(NamedTuple):
 
 
 class LaunchList:
-    """The list. A kernel that finds mask tiles or gathers rows comes before the attention kernel that reads them; a
-    merge comes after its attention kernel.
+    """The list. A kernel that finds mask tiles, copies K and V or rotates q and K comes before the attention kernel
+    that reads them; a merge comes after its attention kernel.
 
     Two parts of a batch run at the same time, on two streams: on one stream the second would not begin before the first
     ends, not even as a dependent launch with its own SMs. The first part is launched first, so that whole SMs are free

@@ -33,7 +33,7 @@ class PreparedKernels:
     threads.
 
     `fixed_for`: requests and rows of a graph's largest batch, whose launches all have one shape; None: each launch has
-    the shape of its plan. `gathers`: the attention kernel reads rows that another kernel gathers.
+    the shape of its plan. `gathers`: the attention kernel reads copies that another kernel makes.
     """
 
     __slots__ = (

@@ -17,12 +17,12 @@ from ..base.dtypes import DType
 from ..base.kv_view import View
 from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
+from .copy_memory import align_down
 
 NOTE = "RoPE: a kernel before this one rotates q and K once, for all tiles"
 
 # Packed rows that see a token, and tokens that a row sees, on average (docs/tried.md).
 LEAST_ROWS, LEAST_VISIBLE = 512, 1024
-_ALIGNMENT = 128  # bytes: whole cache lines
 _ELEMENT_BYTES = 2
 _NUMBER_BYTES = 4
 
@@ -75,12 +75,12 @@ class RotatedPages(NamedTuple):
         end, numbers, v = batch.kv_end, 0, 0
         rows = end * max(1, options.page_size) * options.num_kv_heads
         if options.page_size > 1:
-            limit = numbers = _down(limit - end * _NUMBER_BYTES)
+            limit = numbers = align_down(limit - end * _NUMBER_BYTES)
         if options.is_paged:
-            limit = v = _down(limit - rows * options.head_dim_vo * _ELEMENT_BYTES)
+            limit = v = align_down(limit - rows * options.head_dim_vo * _ELEMENT_BYTES)
         row_bytes = options.head_dim_qk * _ELEMENT_BYTES
-        q = _down(limit - batch.rows_end * options.num_q_heads * row_bytes)
-        return RotatedPages(batch.kv_begin, end, _down(q - rows * row_bytes), v, q, numbers)
+        q = align_down(limit - batch.rows_end * options.num_q_heads * row_bytes)
+        return RotatedPages(batch.kv_begin, end, align_down(q - rows * row_bytes), v, q, numbers)
 
     def views(self, options: Options) -> dict[str, View]:
         """K, and V unless it is read where it is, as paged or ragged tensors."""
@@ -112,7 +112,3 @@ class RotatedPages(NamedTuple):
         params.q_row_stride, params.q_head_stride = options.num_q_heads * options.head_dim_qk, options.head_dim_qk
         if self.is_paged:
             params.kv_indices = self.numbers
-
-
-def _down(address: int) -> int:
-    return address // _ALIGNMENT * _ALIGNMENT

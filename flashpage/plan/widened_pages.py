@@ -17,12 +17,12 @@ from ..base.kv_view import View
 from ..kernels import kv_formats
 from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
+from .copy_memory import align_down
 
 NOTE = "K and V of few bits: a kernel before this one widens their pages to 16-bit elements, which come in boxes"
 
 # The copy costs a launch and 5 KiB of memory traffic a token and eight heads (docs/tried.md).
 LEAST_ROWS, LEAST_ROWS_OF_FP8 = 320, 1024
-_ALIGNMENT = 128  # bytes: whole cache lines
 _ELEMENT_BYTES = 2
 _NUMBER_BYTES = 4
 _MOST_EIGHTS = 2**31  # of eight elements, by which the kernel counts
@@ -83,9 +83,9 @@ class Pages(NamedTuple):
         tokens = end * options.page_size * options.num_kv_heads
         if tokens * max(options.head_dim_qk, options.head_dim_vo) // 8 >= _MOST_EIGHTS:
             return None
-        numbers = _down(limit - end * _NUMBER_BYTES)
-        v = _down(numbers - tokens * options.head_dim_vo * _ELEMENT_BYTES)
-        return Pages(first, end, _down(v - tokens * options.head_dim_qk * _ELEMENT_BYTES), v, numbers)
+        numbers = align_down(limit - end * _NUMBER_BYTES)
+        v = align_down(numbers - tokens * options.head_dim_vo * _ELEMENT_BYTES)
+        return Pages(first, end, align_down(v - tokens * options.head_dim_qk * _ELEMENT_BYTES), v, numbers)
 
     def views(self, options: Options) -> dict[str, View]:
         """K and V as paged tensors."""
@@ -111,7 +111,3 @@ class Pages(NamedTuple):
             side.page_stride, side.token_stride, side.head_stride = view[4:7]
         given.key_scales, given.value_scales = params.key_scales, params.value_scales
         params.kv_indices = self.numbers
-
-
-def _down(address: int) -> int:
-    return address // _ALIGNMENT * _ALIGNMENT

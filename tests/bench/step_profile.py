@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 _STEPS = 24  # that only decode
-# Kernels of attention: their own planning and merges too, but no cache write.
+# Kernels of attention: their own planning and merges too, but no cache write, and nothing else of these libraries.
 _ATTENTION = re.compile("flash|BatchPrefill|BatchDecode|MergeStates|mha|mla", re.IGNORECASE)
-_WRITE = re.compile("cache|append|write", re.IGNORECASE)
+_OTHER = re.compile("cache|append|write|sampling|norm|rope", re.IGNORECASE)
 
 
 def profiled(llm: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
@@ -114,12 +114,12 @@ def of_a_step(phase: dict[str, Any]) -> dict[str, float]:
     """Microseconds of a step of a phase: all of it, kernels of attention, what the host takes to plan, and the host's
     part of a step in the median."""
     host, steps = phase["host_us"], phase["steps"]
-    attention = sum(us for name, _, us in phase["kernels"] if _ATTENTION.search(name) and not _WRITE.search(name))
+    attention = sum(us for name, _, us in phase["kernels"] if _ATTENTION.search(name) and not _OTHER.search(name))
     plans = sum(count * us for key, (count, us) in host.items() if key.endswith(".build"))
     whole = [us for key, (_, us) in host.items() if key.endswith(".execute_model")]
     return {
         "step_us": round(phase["span_us"] / steps, 1),
         "attention_us": round(attention / steps, 1),
         "plan_us": round(plans / steps, 1),
-        "host_us": whole[0] if whole else 0.0,
+        "host_step_us": whole[0] if whole else 0.0,
     }

@@ -151,8 +151,9 @@ def test_a_step_of_an_engine(bench_path: None) -> None:
         ["prepare_varlen_num_blocks_flash", 2, 4.0],
         ["reshape_and_cache_flash_kernel", 32, 80.0],
         ["nvjet_sm90_tst_128x8", 64, 4000.0],
+        ["flashinfer::sampling::TopKTopPSamplingKernel", 2, 30.0],
     ]
     host = {"GPUModelRunner.execute_model": [2, 900.0], "MetadataBuilder.build": [2, 50.0]}
     phase = {"span_us": 5000.0, "busy_us": 4800.0, "steps": 2, "kernels": kernels, "host_us": host}
     found = step_profile.of_a_step(phase)
-    assert found == {"step_us": 2500.0, "attention_us": 322.0, "plan_us": 50.0, "host_us": 900.0}
+    assert found == {"step_us": 2500.0, "attention_us": 322.0, "plan_us": 50.0, "host_step_us": 900.0}

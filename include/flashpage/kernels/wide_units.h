@@ -32,8 +32,9 @@ struct WideWarpsOf {
 using WideWarps = WideWarpsOf<0>;
 static_assert(WideWarps::fit(WideWarps::loading_registers, WideWarps::computing_registers));
 
-// Waits for all threads that `barrier` counts. `phase`: how often they have met before. All lanes of a warp arrive,
-// because racecheck follows an arrival for its thread alone; it does not follow named barriers of several sizes.
+// Waits for all threads that `barrier` counts. `phase`: how often they have met before, or its parity. All lanes of a
+// warp arrive, because racecheck follows an arrival for its thread alone; it does not follow named barriers of several
+// sizes.
 FP_DEVICE void meet_at(const u64& barrier, u32 phase) {
   const u32 address = ptx::shared_address(&barrier);
   ptx::mbarrier_arrive(address);
@@ -46,7 +47,8 @@ struct WidePlace {
   i32 first_token;  // of the first block; may be before the unit's first token
   i32 blocks;
   float scale;  // of the unit's scores
-  // What was before this unit, for the phases of barriers: computing warps have no registers for such counts.
+  // Counts of what was before this unit, from which phases of barriers follow; computing warps have no registers for
+  // them.
   u32 units;
   u32 blocks_before[2];  // those with an even number in their unit, and those with an odd one
 

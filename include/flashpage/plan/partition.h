@@ -164,8 +164,8 @@ class Partitioner {
         if (attempt == 0) likely = level + product(fill.excess, per_weight_);
         level = 0.5 * (too_low + max);
       }
-      // No level is better than `too_low`, and `likely` guesses the lowest one. The possible gain of a small batch is
-      // not worth a search.
+      // `too_low` bounds the lowest level, and after the first filling `likely` estimates it. The search stops if
+      // little can be gained over either.
       if (best.max <= too_low + max_of(good_enough * too_low, small_gain(too_low))) break;
       if (attempt == 0 && best.max <= likely + small_gain(likely)) break;
       const bool as_promised = best.max <= max_of(mean * (1.0 + promised), mean + rules_.ns_per_piece);
@@ -178,10 +178,13 @@ class Partitioner {
   static constexpr int max_attempts = 8;
   static constexpr double good_enough = 0.01;  // above the mean, or above a level that is too low
   static constexpr double promised = 0.03;     // above the mean
-  static constexpr double tolerance = 0.005;   // fraction of a load that is not worth a cut
+  static constexpr double small_gain_share = 0.05, small_gain_in_pieces = 0.35;
+  static constexpr double tolerance = 0.005;  // fraction of a load that is not worth a cut
   static constexpr double infinite = 1e300;
 
-  FP_HOST_DEVICE double small_gain(double level) const { return min_of(0.05 * level, 0.35 * rules_.ns_per_piece); }
+  FP_HOST_DEVICE double small_gain(double level) const {
+    return min_of(small_gain_share * level, small_gain_in_pieces * rules_.ns_per_piece);
+  }
 
   // A lane that is being filled. Costs are positions on the axis, without the extra cost of starting inside a unit.
   struct Filling {

@@ -1,16 +1,13 @@
 // Shared-memory accesses by the 32-bit addresses that PTX instructions take.
 #pragma once
-#include "flashpage/common/types.h"
-#if defined(__CUDACC_RTC__)
 #include "flashpage/ptx/cta_memory.h"
-#endif
 
 namespace flashpage::ptx {
 
 FP_DEVICE u32 shared_address(const void* pointer) {
 #if defined(__CUDACC_RTC__)
-  // NVRTC's pointers to shared memory have 64 bits, and sums of them take two registers. Between two of them lie less
-  // than 2^32 bytes, so addresses are counted from where the CTA's memory begins.
+  // NVRTC's pointers to shared memory have 64 bits, so sums of them take two registers. This adds the offset in the
+  // CTA's memory, which fits 32 bits, to that memory's 32-bit address.
   u32 begin;
   asm("mov.u32 %0, flashpage_memory;" : "=r"(begin));
   return begin + static_cast<u32>(__cvta_generic_to_shared(pointer) - __cvta_generic_to_shared(flashpage_memory));

@@ -31,7 +31,7 @@ struct RotatePages {
     i32 num_found;
   };
   static constexpr int shared_bytes = sizeof(Shared), ctas_per_sm = 2, cluster_rows = 0;
-  // A thread's columns after the rotation by one position.
+  // The rotations of a thread's eight columns at one position.
   struct Rotations {
     RotationPair of[4];
   };
@@ -40,7 +40,7 @@ struct RotatePages {
   const RotatePagesParams& p;
   const WorkItem* items = plan_items(p.plan);
   i32 num_items = p.plan->num_items;
-  int row = threadIdx.x / row_threads, piece = threadIdx.x % row_threads;
+  int row = threadIdx.x / row_threads, vector = threadIdx.x % row_threads;
 
   FP_DEVICE static void run(const RotatePagesParams& params) {
     extern __shared__ __align__(16) u8 memory[];
@@ -131,7 +131,7 @@ struct RotatePages {
 
   FP_DEVICE Rotations rotations_at(i32 position) const {
     const auto at = [&](int i) {
-      return shared.frequencies[piece * 8 + i].approximately_at(static_cast<float>(position));
+      return shared.frequencies[vector * 8 + i].approximately_at(static_cast<float>(position));
     };
     Rotations rotations;
 #pragma unroll
@@ -142,8 +142,8 @@ struct RotatePages {
   // Rotates the row of `count` heads, which lie `head_bytes` apart, and one after the other at `to`.
   FP_DEVICE void rotate_heads(const u8* from, i64 head_bytes, u8* to, i32 position, i32 count, bool exists) const {
     const Rotations rotations = rotations_at(position);
-    from += piece * 16;
-    to += piece * 16;
+    from += vector * 16;
+    to += vector * 16;
 #pragma unroll 1
     for (i32 head = 0; head < count; head += at_once) {
       u32 low[at_once][4], high[at_once][4];
@@ -170,7 +170,7 @@ struct RotatePages {
     constexpr int together = 2 * at_once;
     const i32 all = count * vectors;
 #pragma unroll 1
-    for (i32 first = piece; first < all; first += together * row_threads) {
+    for (i32 first = vector; first < all; first += together * row_threads) {
       u32 words[together][4];
 #pragma unroll
       for (int n = 0; n < together; ++n) {

@@ -1,0 +1,3 @@
+// Small kernels have no dynamic shared memory.
+#pragma once
+#include "flashpage/common/types.h"
