@@ -298,7 +298,9 @@ class Binding:
         native.load().fp_point(self.address, q_address, k_address, v_address, out_address, lse_address)
 
     def resize(self, q: torch.Tensor, cache: Any) -> None:
-        """Makes tensor maps for as many rows and pages as the tensors have."""
+        """Takes as many rows and pages as the tensors have: in tensor maps, and in the kernel that copies pages."""
+        if self.gathered is not None and not isinstance(self.gather, native.GatherRowsParams):
+            self.gather.num_pages = _leading(cache)
         for its in self.parts:
             if its.boxes is not None:
                 self._resize(its.boxes, q, cache)

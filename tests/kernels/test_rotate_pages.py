@@ -139,6 +139,17 @@ def test_each_layers_tensors_are_rotated(as_on_hopper: None, case: Case) -> None
         assert (bound.params.q, bound.params.k.data) == (copy.q, copy.k)
 
 
+def test_a_larger_cache(as_on_hopper: None) -> None:
+    """A cache of more pages has the form of a smaller one; the kernel takes its page numbers as well."""
+    wrapper, runner = planned(CASES[0])
+    cache = runner.kv()[0]
+    for count in (1, 3, 1):
+        larger = tuple(torch.cat([half] * count) for half in cache)
+        wrapper.run(runner.q(), larger)
+        assert wrapper._attention._local.bound.gather.num_pages == len(larger[0])
+    assert len(wrapper._attention._local.bindings) == 1
+
+
 def test_plans_in_turns(as_on_hopper: None) -> None:
     """Batches that are rotated before and one that is not, over the same bound tensors: q, page numbers and strides."""
     case = dataclasses.replace(CASES[0], q_strides="fused_qkv")

@@ -22,6 +22,7 @@ from inputs import make_inputs, reference_states
 from native_build import shared_library, traits_flags
 
 import flashpage
+from flashpage import native
 from flashpage.base.dtypes import DType
 from flashpage.kernels import devices
 from flashpage.kernels.choose import choose_for_card
@@ -110,15 +111,17 @@ def test_other_batches_are_read_in_place(as_on_hopper: None) -> None:
 
 
 def test_layers_whose_scales_lie_elsewhere(as_on_hopper: None) -> None:
-    """Later runs point the kernel to their own caches and scales, by the call that C serves and by the other."""
+    """Later runs point the kernel to their own caches and scales, by the call that C serves and by the other; a cache
+    of more pages has the form of a smaller one."""
     wrapper, runner = planned(CASES[0])
-    (cache,), scales = runner.kv(), runner.kv_cache_sf()["kv_cache_sf"]
-    for _ in range(3):
-        cache, scales = (tuple(half.clone() for half in halves) for halves in (cache, scales))
+    given = runner.kv()[0], runner.kv_cache_sf()["kv_cache_sf"]
+    for count in (1, 1, 3, 1):
+        cache, scales = (tuple(torch.cat([half] * count) for half in halves) for halves in given)
         wrapper.run(runner.q(), cache, kv_cache_sf=scales)
         gather = wrapper._attention._local.bound.gather
         found = (gather.k.data, gather.v.data, gather.key_scales.data, gather.value_scales.data)
         assert found == tuple(half.data_ptr() for half in (*cache, *scales))
+        assert gather.num_pages == len(cache[0])
 
 
 @pytest.mark.parametrize("page", [16, 64])
@@ -132,7 +135,11 @@ def test_boxes_have_all_pages(page: int) -> None:
     part = BoundPart(options)
     combination = SimpleNamespace(options=options)
     binding: Any = SimpleNamespace(
-        parts=[part], combination=combination, kv_layout="NHD", cache_views=dict.fromkeys("KV")
+        parts=[part],
+        combination=combination,
+        kv_layout="NHD",
+        cache_views=dict.fromkeys("KV"),
+        gather=native.WidenPagesParams(),
     )
     binding._resize = functools.partial(Binding._resize, binding)
     for tokens in (1024, 16384):
@@ -140,5 +147,6 @@ def test_boxes_have_all_pages(page: int) -> None:
         binding.gathered = widened_pages.Pages.below(1 << 34, 0, pages, options)
         binding.views = binding.gathered.views(options)
         part.use_boxes(prepared, binding.views, binding.gathered)
-        Binding.resize(binding, torch.empty(tokens, 32, 128), None)
+        Binding.resize(binding, torch.empty(tokens, 32, 128), torch.empty(pages, 0))
+        assert binding.gather.num_pages == pages
         assert list(part.boxes.k.dims) == list(part.boxes.v.dims) == [128, page, 8, pages]

@@ -84,9 +84,10 @@ struct RotatePages {
   // A request's jobs are spread from the CTA on at which its tokens, or rows, would begin if requests followed each
   // other.
   FP_DEVICE void rotate(const WorkItem& item) const {
-    const u32 tokens_before = static_cast<u32>(item.kv_offset - p.first) * p.page.divisor;
-    for_each_job(tokens_before, item.kv_len, p.num_kv_heads,
-                 [&](i32 first, i32 head, i32 count) { rotate_tokens(item, first + row, head, count); });
+    const i32 begin = item.kv_begin;  // no row of the request, or of its part, sees an earlier token
+    const u32 tokens_before = static_cast<u32>(item.kv_offset - p.first) * p.page.divisor + begin;
+    for_each_job(tokens_before, item.kv_len - begin, p.num_kv_heads,
+                 [&](i32 first, i32 head, i32 count) { rotate_tokens(item, begin + first + row, head, count); });
     for_each_job(static_cast<u32>(item.q_begin), item.q_len, p.num_q_heads,
                  [&](i32 first, i32 head, i32 count) { rotate_query(item, first + row, head, count); });
   }
