@@ -44,9 +44,17 @@ def runs_on(device: torch.device) -> bool:
 
 
 class _Kind(NamedTuple):
-    """One kind of copy."""
+    """One kind of copy.
+
+    Attributes:
+        least: of packed rows that see a token on an H200, alone and with what starts of units cost; and of tokens that
+            a row sees.
+        skips_unused: whether page numbers may be of no page, as those that given lengths leave out.
+    """
 
     note: str
+    least: Callable[[Options], tuple[float, float, float]]
+    skips_unused: bool
     read: Callable[[Options], Options]
     spec: Callable[[Options], KernelSpec]
     params: type[Params]
@@ -91,12 +99,7 @@ class GatherPolicy:
         self._most_tokens = options.most_visible
         # The copy costs memory bandwidth and saves time of wgmmas.
         rows_of_h200 = card.flops_per_byte / options.group_size
-        least, with_starts = LEAST_ROWS, float(LEAST_ROWS_AND_STARTS)
-        if widens(options):  # a unit's start costs no more without the copy
-            least, with_starts = widened_pages.least_rows(options), math.inf
-        if rotates(options):
-            least, with_starts = rotated_pages.LEAST_ROWS, math.inf
-        self._least_visible = rotated_pages.LEAST_VISIBLE if rotates(options) else 0
+        least, with_starts, self._least_visible = _kind(options).least(options)
         self._least_rows = least * rows_of_h200
         self._least_with_starts = with_starts * rows_of_h200
         self._unit_tokens = UNIT_TOKENS * card.flops_per_byte
@@ -124,7 +127,7 @@ class GatherPolicy:
         page."""
         options = self._options
         tokens = entries * max(1, options.page_size)
-        are_used = batch.kv_lens.data is None or widens(options) or rotates(options)
+        are_used = batch.kv_lens.data is None or _kind(options).skips_unused
         if not (are_used and self.is_for(batch.requests, batch.rows, tokens)):
             return None
         copy = _kind(options).below(partials[1], batch, options)
@@ -206,6 +209,8 @@ Params = native.GatherRowsParams | native.WidenPagesParams | native.RotatePagesP
 
 _GATHERED = _Kind(
     NOTE,
+    lambda _: (LEAST_ROWS, LEAST_ROWS_AND_STARTS, 0),
+    False,
     lambda options: dataclasses.replace(options, kv_source="ragged", page_size=0),
     lambda _: KernelSpec("gather_rows"),
     native.GatherRowsParams,
@@ -213,6 +218,8 @@ _GATHERED = _Kind(
 )
 _WIDENED = _Kind(
     widened_pages.NOTE,
+    lambda options: (widened_pages.least_rows(options), math.inf, 0),  # a unit's start costs no more without the copy
+    True,
     widened_pages.as_pages,
     widened_pages.spec_of,
     native.WidenPagesParams,
@@ -220,6 +227,8 @@ _WIDENED = _Kind(
 )
 _ROTATED = _Kind(
     rotated_pages.NOTE,
+    lambda _: (rotated_pages.LEAST_ROWS, math.inf, rotated_pages.LEAST_VISIBLE),
+    True,
     rotated_pages.as_rotated,
     rotated_pages.spec_of,
     native.RotatePagesParams,

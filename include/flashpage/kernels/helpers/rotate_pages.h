@@ -1,8 +1,8 @@
 // rotate_pages: rotates q, and K of each request's tokens, once for all tiles of an attention kernel that then needs no
 // RoPE. Pages become consecutive pages with new numbers, and V goes with K.
 //
-// Jobs are some heads of some neighbouring tokens or rows. A thread has eight columns of each half of one of them,
-// whose sines serve all heads.
+// A job is up to eight heads of neighbouring tokens or rows of q. A thread rotates eight columns of each half of a row,
+// and uses their sines for all heads.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/plan/visible.h"

@@ -36,7 +36,8 @@ struct ScoreExchange {
   }
 
   FP_DEVICE void receive(Scores& sums, u32 number) const {
-    const u32 barrier = ptx::shared_address(&shared.scores_full[ptx::opaque(warp)]);  // no register from send() on
+    // Computed anew, so that no register keeps the address from send() on.
+    const u32 barrier = ptx::shared_address(&shared.scores_full[ptx::opaque(warp)]);
     if (lane == 0) ptx::mbarrier_arrive_expect(barrier, warp_bytes);
     __syncwarp();
     ptx::mbarrier_wait(barrier, number & 1);

@@ -10,6 +10,7 @@
 #include "flashpage/kernels/latent_decode_sm90/compute.h"
 #include "flashpage/kernels/latent_decode_sm90/convert.h"
 #include "flashpage/kernels/latent_decode_sm90/load.h"
+#include "flashpage/ptx/cta_memory.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/registers.h"
@@ -28,8 +29,7 @@ struct LatentDecodeSm90 {
   static_assert(shared_bytes <= cta_shared_bytes(ctas_per_sm));
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs&, const KvMaps& maps) {
-    extern __shared__ __align__(1024) u8 memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    Shared& shared = ptx::cta_memory<Shared>();
     Load load(shared, params, maps);
     const bool loads = threadIdx.x < Warps::loading * 32;
     if (loads) {
