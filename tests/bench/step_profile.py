@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import statistics
 import time
@@ -14,8 +15,8 @@ import torch
 
 _STEPS = 24  # that only decode
 # Kernels of attention: their own planning and merges too, but no cache write, and nothing else of these libraries.
-_ATTENTION = re.compile("flash|BatchPrefill|BatchDecode|MergeStates|mha|mla", re.IGNORECASE)
-_OTHER = re.compile("cache|append|write|sampling|norm|rope", re.IGNORECASE)
+_ATTENTION = re.compile(r"flash|(Prefill|Decode)With\w*KVCache|MergeStates|mha|mla", re.IGNORECASE)
+_OTHER = re.compile("_and_cache|append|write|sampling|norm|rope", re.IGNORECASE)
 
 
 def profiled(llm: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
@@ -51,7 +52,8 @@ def _calls() -> list[tuple[Any, str]]:
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
     gc.unfreeze()  # vLLM freezes what it has made, which get_objects then leaves out
-    found = [one for one in gc.get_objects() if type(one).__module__.startswith(("vllm", "flashpage"))]
+    # Some types of C++ have a descriptor in place of a module's name.
+    found = [one for one in gc.get_objects() if str(type(one).__module__).startswith(("vllm", "flashpage"))]
     calls = [(one, "build") for one in found if issubclass(type(one), AttentionMetadataBuilder)]
     return calls + [(one, "execute_model") for one in found if type(one).__name__ == "GPUModelRunner"]
 
@@ -82,18 +84,34 @@ def _kernels(profiler: Any, times: dict[str, list[float]]) -> dict[str, Any]:
     profiler.stop()
     events = [one for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda one: one.time_range.start)
-    busy, until = 0.0, events[0].time_range.start
-    begin, counts, spent = until, Counter[str](), Counter[str]()
+    begin, counts, spent = events[0].time_range.start, Counter[str](), Counter[str]()
     for one in events:
-        start, stop = one.time_range.start, one.time_range.end
-        busy += max(0.0, stop - max(until, start))
-        until = max(until, stop)
         counts[one.name] += 1
-        spent[one.name] += stop - start
+        spent[one.name] += one.time_range.end - one.time_range.start
     host = {key: [len(seconds), round(statistics.median(seconds) * 1e6, 1)] for key, seconds in times.items()}
     times.clear()
     kernels = [[name, counts[name], round(us, 1)] for name, us in spent.most_common(40)]
-    return {"span_us": until - begin, "busy_us": busy, "kernels": kernels, "host_us": host}
+    return {
+        "span_us": max(one.time_range.end for one in events) - begin,
+        "busy_us": _covered(events),
+        "attention_us": _covered([one for one in events if is_attention(one.name)]),
+        "kernels": kernels,
+        "host_us": host,
+    }
+
+
+def is_attention(kernel: str) -> bool:
+    return bool(_ATTENTION.search(kernel)) and not _OTHER.search(kernel)
+
+
+def _covered(events: list[Any]) -> float:
+    """The time in which at least one of these kernels ran; `events` are in order of their starts."""
+    covered, until = 0.0, -math.inf
+    for one in events:
+        start, stop = one.time_range.start, one.time_range.end
+        covered += max(0.0, stop - max(until, start))
+        until = max(until, stop)
+    return covered
 
 
 def show_profile(name: str, phases: dict[str, Any], path: Path) -> None:
@@ -114,12 +132,11 @@ def of_a_step(phase: dict[str, Any]) -> dict[str, float]:
     """Microseconds of a step of a phase: all of it, kernels of attention, what the host takes to plan, and the host's
     part of a step in the median."""
     host, steps = phase["host_us"], phase["steps"]
-    attention = sum(us for name, _, us in phase["kernels"] if _ATTENTION.search(name) and not _OTHER.search(name))
     plans = sum(count * us for key, (count, us) in host.items() if key.endswith(".build"))
     whole = [us for key, (_, us) in host.items() if key.endswith(".execute_model")]
     return {
         "step_us": round(phase["span_us"] / steps, 1),
-        "attention_us": round(attention / steps, 1),
+        "attention_us": round(phase["attention_us"] / steps, 1),
         "plan_us": round(plans / steps, 1),
         "host_step_us": whole[0] if whole else 0.0,
     }

@@ -9,6 +9,7 @@
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/shared.h"
 #include "flashpage/tile/load/latent_numbers.h"
 
 namespace flashpage {
@@ -34,6 +35,7 @@ struct LatentConvert {
   static constexpr int first_quantised = row_scales > 0 ? 1 : 0, first_rest = first_quantised + pieces / together;
   static constexpr int groups = first_rest + rest_pieces / together;
   static constexpr int in_flight = min_of(groups, Shared::pieces_ahead / together);
+  static constexpr u32 piece_stride = sizeof(Shared::arriving[0][0]), group_stride = together * piece_stride;
   static_assert(rows * max_of(row_scales, 1) <= 32, "a pass of the warp covers the scales of its rows");
   static_assert(rows * row_pieces % 32 == 0 && rows * rest_row_pieces % 32 == 0, "lanes have equally many pieces");
   static_assert(scale_bytes <= Shared::scale_bytes && scale_bytes % 8 == 0,
@@ -58,7 +60,10 @@ struct LatentConvert {
   u32 unit_use = 0;  // units that were opened
   i64 offset = 0;    // of the unit
   i32 token = 0, kv_end = 0, slots_left = 0;
-  int place = 0;           // of the lane's next group, among those in flight
+  // Where the lane's groups arrive, one after the other, and the next one. Addresses that differ from lane to lane: of a
+  // sum with a number that all lanes share, ptxas made instructions of some copies that no card knows (NVRTC).
+  const u32 places = ptx::shared_address(shared.arriving[warp][0][lane]);
+  u32 place = places;
   u32 words[together][4];  // of that group, read while the one before is converted
   const u64 policy = ptx::evict_first();
 
@@ -117,8 +122,14 @@ struct LatentConvert {
             reinterpret_cast<u64>(parts.scales), present, at.is_slot};
   }
 
-  FP_DEVICE u8* own_place(int of_group, int i) const { return shared.arriving[warp][of_group * together + i][lane]; }
-  FP_DEVICE void next_place() { place = place + 1 == in_flight ? 0 : place + 1; }
+  // Goes to the place of the group after a slot's `group`.
+  FP_DEVICE void next_place(int group) {
+    if constexpr (groups % in_flight == 0) {  // known to the compiler, as all slots have the same places
+      place = places + (group + 1) % in_flight * group_stride;
+    } else {
+      place = place == places + (in_flight - 1) * group_stride ? places : place + group_stride;
+    }
+  }
 
   // Calls use(i, row, piece of the row) for the pieces of a group of numbers or of the rest.
   template <int row_pieces>
@@ -131,7 +142,7 @@ struct LatentConvert {
   }
 
   // Requests a group of a slot, which arrives at `to`. Rows that do not exist become zero.
-  FP_DEVICE void request(const Source& of, int group, int to) const {
+  FP_DEVICE void request(const Source& of, int group, u32 to) const {
     if (of.is_slot) {
       if (group < first_quantised) {
         const bool is_stored = Format::has_scales(params);
@@ -147,27 +158,24 @@ struct LatentConvert {
     ptx::cp_async_commit();
   }
   template <int bytes>
-  FP_DEVICE void copy(const Source& of, u64 rows_at, int row, int in_row, int to, int i, bool is_stored = true) const {
+  FP_DEVICE void copy(const Source& of, u64 rows_at, int row, int in_row, u32 to, int i, bool is_stored = true) const {
     const u64 from = __shfl_sync(0xffffffff, rows_at, row) + in_row * bytes;
     const bool exists = is_stored && (of.present >> row & 1);
-    ptx::cp_async<bytes>(ptx::shared_address(own_place(to, i)), reinterpret_cast<const void*>(from), exists, policy);
+    ptx::cp_async<bytes>(to + i * piece_stride, reinterpret_cast<const void*>(from), exists, policy);
   }
 
   FP_DEVICE void request_first(const Source& of) {
 #pragma unroll
     for (int group = 0; group < in_flight; ++group) {
       request(of, group, place);
-      next_place();
+      next_place(group);
     }
     ptx::cp_async_wait<in_flight - 1>();
     read_words();
   }
   FP_DEVICE void read_words() {
 #pragma unroll
-    for (int i = 0; i < together; ++i) {
-      const uint4 four = *reinterpret_cast<const uint4*>(own_place(place, i));
-      words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
-    }
+    for (int i = 0; i < together; ++i) ptx::load_shared(words[i], place + i * piece_stride);
   }
 
   // Writes the groups of a slot as they arrive, and requests later ones of it and those of the next slot.
@@ -180,8 +188,8 @@ struct LatentConvert {
       for (int i = 0; i < together; ++i)
 #pragma unroll
         for (int k = 0; k < 4; ++k) arrived[i][k] = words[i][k];
-      const int free_place = place;
-      next_place();
+      const u32 free_place = place;
+      next_place(group);
       ptx::cp_async_wait<in_flight - 2>();
       read_words();
       if (group < first_quantised) {
