@@ -63,6 +63,7 @@ _CHECKED_OF_HOPPER = (
     Ahead(E4M3, E4M3, (128, 128), 128, out_dtype=E4M3),
     *(Ahead(BF16, BF16, (dim, dim), 128, rotates=True) for dim in (64, 256)),
     Ahead(BF16, BF16, (128, 128), 128, ONE_TOKEN, rotates=True),
+    *(Ahead(BF16, E4M3, (512, 512), rows, 64, kv_source="latent", latent_format="deepseek_v4") for rows in (16, 32)),
 )
 
 

@@ -149,7 +149,9 @@ struct fp_parts {
   int32_t most_few_rows;  // rows of q that a request of the first part may have
   int32_t few_ctas;  // written with the plan: CTAs of the first part; 0: one plan is better, and there are no parts
   float full_speed_share;     // fraction of the CTAs with which the first part is as fast as with all
-  float least_gain_ns;        // a smaller gain is not worth two plans
+  float reading_share;        // of its cost, what reading keys and values takes of it
+  float least_gain_ns;        // a smaller gain is not worth two plans,
+  float least_gain_share;     // and this fraction of one plan's cost is added to it
   int64_t most_partial_rows;  // capacity of the partial buffers
   const fp_schedule* whole;   // schedule of a single plan; the other two are for the parts, with all CTAs:
   const fp_schedule* few;

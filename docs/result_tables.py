@@ -218,7 +218,10 @@ def steps_table(lines: list[Line]) -> str:
         rows += [
             [line["case"], label, *(f"{own[kind]:,.0f}" for kind in kinds)] for label, own in line["figures"].items()
         ]
-    words = "Means of profiled steps in microseconds; the last column is the host's median of a whole step."
+    words = (
+        "Means of profiled steps in microseconds. Kernels of attention that run side by side count once; FLASHINFER's "
+        "planning also waits for the card. The last column is the host's median of a whole step."
+    )
     return f"{words}\n\n{table(['trace', 'attention', 'step', 'kernels of attention', 'planning', 'host'], rows)}"
 
 

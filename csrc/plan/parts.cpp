@@ -71,11 +71,14 @@ int32_t divide(const fp_problem& problem, fp_parts& parts) {
   const double few_ns = cost_of(few, *parts.few), many_ns = cost_of(many, *parts.many);
   if (few_ns <= 0.0 || many_ns <= 0.0) return 0;
   double few_in_whole = cost_of(few, *parts.whole);
-  if (parts.whole->tile_q > parts.few->tile_q) few_in_whole = std::max(few_in_whole, few_in_many * few_ns);
+  if (parts.whole->tile_q > parts.few->tile_q) {
+    few_in_whole = std::max(few_in_whole, few_in_many * parts.reading_share * few_ns);
+  }
   const Shares shares = best_shares(few_ns, many_ns, parts.few->num_ctas, problem.num_kv_heads, parts.full_speed_share);
   parts.whole_ns = few_in_whole + cost_of(many, *parts.whole);
   parts.parts_ns = shares.ns;
-  return parts.whole_ns - parts.parts_ns >= parts.least_gain_ns ? shares.few_ctas : 0;
+  const double least_gain = parts.least_gain_ns + parts.least_gain_share * parts.whole_ns;
+  return parts.whole_ns - parts.parts_ns >= least_gain ? shares.few_ctas : 0;
 }
 
 void add(const fp_plan_result& part, fp_plan_result& sum) {

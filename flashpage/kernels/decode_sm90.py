@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from . import kv_formats
+from . import kv_formats, prefill_sm90
 from .ahead import BF16, BYTES, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .kernel import (
     FP8,
@@ -31,6 +31,7 @@ from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
 from .work import InnerLoop, Work
 
 MOST_PACKED_ROWS = 64
+_REACHED = 0.6  # of the card's 16-bit throughput, by mma.sync
 _LOADING_WARPS = 4  # DecodeWarps::loading of the header
 _MOST_STAGES = 64  # the header uses as many as fit the ring
 _FORMAT_ROWS_STAGES = 16  # with more, page numbers of a round take too many registers
@@ -164,6 +165,17 @@ def _formats(work: Work) -> str | None:
     return None
 
 
+def _wide_rows(work: Work) -> str | None:
+    """Leaves wide heads of more than 32 packed rows to prefill_sm90, where it takes them: its products take half of
+    the time (docs/tried.md)."""
+    options = work.options
+    if work.packed_rows <= 32 or options.head_dim_vo <= 128 or options.kv_dtype.size == 1 or options.has_formats:
+        return None
+    if prefill_sm90.KERNEL.refusals(work):
+        return None
+    return f"{work.packed_rows} packed rows with head_dim_vo {options.head_dim_vo} are faster with prefill_sm90"
+
+
 def _slots_fit(work: Work) -> bool:
     return 8 * _slot_tokens(work) * _token_bytes(work) <= RING_BYTES
 
@@ -179,10 +191,13 @@ def _token_bytes(work: Work) -> int:
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
+    loading, computing = _loading_ns(work), max(_conversion_ns(work), _products_ns(work, tile))
+    ns_per_token = max(loading, computing)
     return Cost(
         heads_on_axis=False,
-        ns_per_token=max(_loading_ns(work), _conversion_ns(work)),
-        ns_per_unit=_ns_per_unit(work),
+        ns_per_token=ns_per_token,
+        reading_share=loading / ns_per_token,
+        ns_per_unit=_ns_per_unit(work, tile),
         # Units of 16 to 128 tokens: 2.0 us at head dimension 64, 2.2 to 2.4 at 128, 3.1 to 3.3 at 256 (an H200).
         least_ns_of_unit=1600.0 + 6.5 * work.options.head_dim_vo,
         ns_per_piece=1000.0,
@@ -195,17 +210,17 @@ def _cost(work: Work, tile: Tile) -> Cost:
             piece_tokens=32,
             ns_per_unit=500.0 if _is_16_bit(work) else 1000.0,
             ns_per_cluster_merge=1800.0,
-            full_speed_share=work.card.full_speed_share_of(_loading_ns(work), _conversion_ns(work)),
+            full_speed_share=work.card.full_speed_share_of(loading, computing),
         ),
     )
 
 
-def _ns_per_unit(work: Work) -> float:
+def _ns_per_unit(work: Work, tile: Tile) -> float:
     """A unit's time in addition to that of its tokens: fitted on an H200 to lognormal and other uneven lengths, from 1
-    to 512 requests, with heads of 64, 128 and 256. Memory is the limit of 16-bit caches, so CTAs that wait do not lose
-    it."""
+    to 512 requests, with heads of 64, 128 and 256; of more rows to 560 and 832 short units of 64. Memory is the limit
+    of 16-bit caches, so CTAs that wait do not lose it."""
     if _is_16_bit(work):
-        return 1500.0
+        return 1500.0 + 52.0 * max(0, tile.tile_q - 16)
     has_zero = any(side.has_zero for side in work.options.formats)
     return 2200.0 + (5.0 if has_zero else 3.0) * work.columns
 
@@ -216,6 +231,14 @@ def _is_16_bit(work: Work) -> bool:
 
 def _loading_ns(work: Work) -> float:
     return work.options.token_bytes / work.card.sm_bytes_per_ns
+
+
+def _products_ns(work: Work, tile: Tile) -> float:
+    """The time in which an SM computes the products of a token. Teams of warps take slots in turn and wait for their
+    own products; teams of more rows are fewer: fitted on an H200 to 64 packed rows, which take 15.5 ns at heads of 128,
+    and 50 at 256, where slots have half of the tokens. Slower tensor cores take longer."""
+    waiting = work.columns * tile.tile_q * (0.00095 if work.options.head_dim_vo <= 128 else 0.00153)
+    return max(waiting, work.columns * tile.tile_q * 2 / (work.card.sm_flops_per_ns * _REACHED))
 
 
 def _conversion_ns(work: Work) -> float:
@@ -290,6 +313,7 @@ KERNEL = AttentionKernel(
         head_dims(16, 512, 8),
         _has_slots,
         _fits_small_cards,
+        _wide_rows,
     ),
     tile=_tile,
     cost=_cost,

@@ -47,6 +47,7 @@ class Cost:
     merge_rows: int
     least_ns_of_unit: float = 0.0  # of a whole unit, however few its tokens
     max_pieces: int = 0  # of one unit; 0: no limit
+    reading_share: float = 1.0  # of ns_per_token, what reading the token takes; the rest is more work
     few_rows_cost: float = 1.0  # factor of ns_per_token if a request's packed rows fill at most half a row tile
     ns_per_merge: float = 0.0  # what merging adds to a launch besides ns_per_piece; 0: not known
     cluster: ClusterCost = ClusterCost(0, 0.0, 0.0, 1.0)

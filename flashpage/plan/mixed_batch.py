@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from .report.plan import Plan
 
-LEAST_GAIN_NS = 6000.0  # by the cost model, which does not count the second launch and its events
+# By the cost model, which does not count the second launch and its events, and is wrong by some percent.
+LEAST_GAIN_NS, LEAST_GAIN_SHARE = 6000.0, 0.02
 
 
 def may_have_parts(options: Options, is_graph: bool = False) -> bool:
@@ -36,8 +37,12 @@ def may_have_parts(options: Options, is_graph: bool = False) -> bool:
 def most_few_rows(options: Options, device: torch.device) -> int:
     """Most rows of q with which a request belongs to the first part of a batch; 0: no batch has parts."""
     few, many = (choose.choose(Problem(options, rows), device).kernel for rows in (1, choose.MANY_ROWS))
-    works = few is not many and few.runs_beside and many.runs_beside
-    return few.most_packed_rows // options.group_size if works else 0
+    if few is many or not (few.runs_beside and many.runs_beside):
+        return 0
+    packed = few.most_packed_rows
+    while choose.choose(Problem(options, packed), device).kernel is not few:
+        packed //= 2
+    return packed // options.group_size
 
 
 def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> list[native.Schedule]:
@@ -105,7 +110,9 @@ class MixedBatchPlan:
         """Takes the kernels of the whole batch, of the requests with few rows, and of those with many."""
         struct = self._struct
         struct.whole, struct.few, struct.many = whole.schedule_address, few.schedule_address, many.schedule_address
-        struct.full_speed_share, struct.least_gain_ns = whole.choice.card.full_speed_share, LEAST_GAIN_NS
+        cost = few.choice.cost
+        struct.full_speed_share, struct.reading_share = cost.cluster.full_speed_share, cost.reading_share
+        struct.least_gain_ns, struct.least_gain_share = LEAST_GAIN_NS, LEAST_GAIN_SHARE
         self._prepared = whole, few, many
 
     def made(self) -> tuple[Part, Part]:

@@ -93,8 +93,8 @@ def _kernels(profiler: Any, times: dict[str, list[float]]) -> dict[str, Any]:
     kernels = [[name, counts[name], round(us, 1)] for name, us in spent.most_common(40)]
     return {
         "span_us": max(one.time_range.end for one in events) - begin,
-        "busy_us": _covered(events),
-        "attention_us": _covered([one for one in events if is_attention(one.name)]),
+        "busy_us": covered(events),
+        "attention_us": covered([one for one in events if is_attention(one.name)]),
         "kernels": kernels,
         "host_us": host,
     }
@@ -104,7 +104,7 @@ def is_attention(kernel: str) -> bool:
     return bool(_ATTENTION.search(kernel)) and not _OTHER.search(kernel)
 
 
-def _covered(events: list[Any]) -> float:
+def covered(events: list[Any]) -> float:
     """The time in which at least one of these kernels ran; `events` are in order of their starts."""
     covered, until = 0.0, -math.inf
     for one in events:

@@ -1,5 +1,5 @@
 """All checks of a change that need a card, in one command: every test marked `cuda`, with one process for each file,
-and the short case table under three tools of compute-sanitizer. They run at the same time on all cards of the machine.
+and the short case table under three tools of compute-sanitizer and with NVRTC's kernels. They run at the same time on all cards of the machine.
 
     python tests/card/card_check.py --logs /tmp/card
 
@@ -72,10 +72,17 @@ def sanitizers(card: str = "") -> list[Check]:
     return [Check(f"{tool[0]} {card}".strip(), (*tools, *tool, *table)) for tool in SANITIZERS]
 
 
+def by_nvrtc() -> Check:
+    """The short case table with kernels that NVRTC compiled, in a cache of their own."""
+    cache = Path(tempfile.gettempdir(), "flashpage-kernels-of-nvrtc")
+    command = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--reduced")
+    return Check("kernels of NVRTC", ("env", "FLASHPAGE_NVCC=off", f"FLASHPAGE_CACHE_DIR={cache}", *command))
+
+
 def checks(with_sanitizers: bool, with_profiles: bool = False) -> list[Check]:
     """All checks but those of `sanitizers(card)`, the longest first. The case table under other cards' profiles has a
     process for each."""
-    tools = sanitizers() if with_sanitizers else []
+    tools = [*sanitizers(), by_nvrtc()] if with_sanitizers else []
     files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: (path.stem != "test_cases", path.stem))
     files = [path for path in files if path.stem != "test_card_profiles"]
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda")
@@ -84,7 +91,8 @@ def checks(with_sanitizers: bool, with_profiles: bool = False) -> list[Check]:
         for name in PROFILES
         if with_profiles
     ]
-    return tools + profiles + [Check(path.stem, (*pytest, str(path.relative_to(ROOT)))) for path in files]
+    found = [Check(path.stem, (*pytest, str(path.relative_to(ROOT)))) for path in files]
+    return tools + profiles + found
 
 
 def run(check: Check, cards: Sequence[str], logs: Path, limit_seconds: float) -> Outcome:

@@ -16,8 +16,8 @@ from profiles import PROFILES
 def test_every_file_is_run() -> None:
     files = {path.stem for path in Path(card_check.__file__).parents[1].rglob("test_*.py")} - {"test_card_profiles"}
     names = [check.name for check in card_check.checks(with_sanitizers=True)]
-    assert names[:4] == ["memcheck", "racecheck", "synccheck", "test_cases"]
-    assert set(names[3:]) == files and len(names) == len(files) + 3
+    assert names[:5] == ["memcheck", "racecheck", "synccheck", "kernels of NVRTC", "test_cases"]
+    assert set(names[4:]) == files and len(names) == len(files) + 4
     assert len(card_check.checks(with_sanitizers=False)) == len(files)
     profiles = [check.name for check in card_check.checks(False, True) if check.name not in files]
     assert profiles == [f"profile {name}" for name in PROFILES]

@@ -162,6 +162,14 @@ def test_one_kind_of_requests_or_little_work_of_one_is_planned_as_a_whole(
     assert Divided(np.array(q_lens, np.int64), np.array(kv_lens, np.int64)).found is None
 
 
+def test_appends_that_compute_as_long_as_they_read_stay_in_one_plan(hopper: None) -> None:
+    """An H200 took 494 us for such a batch as two plans, and 296 as one: 64 packed rows of few CTAs read no faster when
+    the others do not read."""
+    few, many = np.arange(4, 17).repeat(10), np.arange(17, 113)
+    q_lens = np.concatenate([few, many])
+    assert Divided(q_lens, q_lens + 1023).found is None
+
+
 def test_random_batches(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", -1e12)
     rng = np.random.default_rng(0)
@@ -196,6 +204,7 @@ def test_plans_larger_than_a_staging_slot(hopper: None) -> None:
     [
         ({}, 90, 16),
         ({"num_kv_heads": 32}, 90, 64),
+        ({"head_dim_qk": 256, "head_dim_vo": 256}, 90, 8),  # more than 32 packed rows are prefill_sm90's
         ({"num_kv_heads": 1, "num_q_heads": 128}, 90, 0),
         ({"kv_dtype": DType.FLOAT8_E4M3}, 90, 16),
         ({"position_encoding": "ALIBI"}, 90, 16),

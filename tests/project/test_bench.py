@@ -6,6 +6,8 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import programs
@@ -145,15 +147,29 @@ def test_a_step_of_an_engine(bench_path: None) -> None:
     """Matrix products and cache writes are no attention."""
     import step_profile
 
-    kernels = [
-        ["flashpage_decode_sm90", 32, 640.0],
-        ["flashpage_append", 32, 64.0],
-        ["prepare_varlen_num_blocks_flash", 2, 4.0],
-        ["reshape_and_cache_flash_kernel", 32, 80.0],
-        ["nvjet_sm90_tst_128x8", 64, 4000.0],
-        ["flashinfer::sampling::TopKTopPSamplingKernel", 2, 30.0],
-    ]
+    kernels = {
+        "flashpage_decode_sm90": True,
+        "flashpage_append": False,
+        "prepare_varlen_num_blocks_flash": True,
+        "void flashinfer::PrefillWithKVCacheKernel<flashinfer::SparseCollectiveMainloop": True,
+        "void flashinfer::BatchPrefillWithPagedKVCacheKernel<true": True,
+        "void flashinfer::PersistentVariableLengthMergeStatesKernel<8u": True,
+        "void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16": False,
+        "nvjet_sm90_tst_128x8": False,
+        "flashinfer::sampling::TopKTopPSamplingKernel": False,
+    }
+    assert {name: step_profile.is_attention(name) for name in kernels} == kernels
     host = {"GPUModelRunner.execute_model": [2, 900.0], "MetadataBuilder.build": [2, 50.0]}
-    phase = {"span_us": 5000.0, "busy_us": 4800.0, "steps": 2, "kernels": kernels, "host_us": host}
+    phase = {"span_us": 5000.0, "steps": 2, "attention_us": 644.0, "host_us": host}
     found = step_profile.of_a_step(phase)
     assert found == {"step_us": 2500.0, "attention_us": 322.0, "plan_us": 50.0, "host_step_us": 900.0}
+
+
+def test_kernels_side_by_side_count_once(bench_path: None) -> None:
+    import step_profile
+
+    def event(start: float, end: float) -> Any:
+        return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end))
+
+    assert step_profile.covered([]) == 0.0
+    assert step_profile.covered([event(0.0, 5.0), event(1.0, 2.0), event(4.0, 7.0), event(9.0, 10.0)]) == 8.0

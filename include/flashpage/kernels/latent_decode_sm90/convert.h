@@ -60,8 +60,8 @@ struct LatentConvert {
   u32 unit_use = 0;  // units that were opened
   i64 offset = 0;    // of the unit
   i32 token = 0, kv_end = 0, slots_left = 0;
-  // Where the lane's groups arrive, one after the other, and the next one. Addresses that differ from lane to lane: of a
-  // sum with a number that all lanes share, ptxas made instructions of some copies that no card knows (NVRTC).
+  // Where the lane's groups arrive, one after the other, and the next of these places. Both differ from lane to lane:
+  // a copy to the sum of a lane's register and one that all lanes share is encoded wrongly (docs/tried.md, NVRTC).
   const u32 places = ptx::shared_address(shared.arriving[warp][0][lane]);
   u32 place = places;
   u32 words[together][4];  // of that group, read while the one before is converted
