@@ -1,5 +1,6 @@
 """All checks of a change that need a card, in one command: every test marked `cuda`, with one process for each file,
-and the short case table under three tools of compute-sanitizer and with NVRTC's kernels. They run at the same time on all cards of the machine.
+and the short case table under three tools of compute-sanitizer and with NVRTC's kernels. They run at the same time on
+all cards of the machine.
 
     python tests/card/card_check.py --logs /tmp/card
 
