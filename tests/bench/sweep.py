@@ -9,14 +9,18 @@ shapes with the host's clock: it only shows that the program works.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
+import queue
 import random
 import statistics
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -118,28 +122,54 @@ def name_of(case: Case) -> str:
 
 
 class Compiler:
-    """Compiles flashpage's kernels of the next cases while others run: plans of them do."""
+    """Compiles flashpage's kernels of the next cases while others run: plans of them do. They are made in another
+    process, so that its threads do not delay the launches that are timed."""
 
-    def __init__(self, cases: Iterable[Case], device: torch.device) -> None:
-        self.waiting, self.device = iter(cases), device
-        self.pool = ThreadPoolExecutor(8)
-        self.futures: list[tuple[Case, Future[None]]] = []
+    def __init__(self, arguments: Sequence[str], cases: Sequence[Case]) -> None:
+        self.cases = cases
+        command = (sys.executable, __file__, *arguments, "--only-compile")
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.write("\n" * AHEAD)
 
     def __iter__(self) -> Iterator[Case]:
-        while True:
-            while len(self.futures) < AHEAD and (case := next(self.waiting, None)) is not None:
-                self.futures.append((case, self.pool.submit(self.plan, case)))
-            if not self.futures:
-                return
-            case, future = self.futures.pop(0)
-            future.exception()  # waits; the measurement reports what is refused
+        assert self.process.stdout is not None
+        for case in self.cases:
+            self.process.stdout.readline()  # waits for its kernels; an empty line if the process has failed
+            self.write("\n")
             yield case
 
-    def plan(self, case: Case) -> None:
-        planned("flashpage", Lengths(case, self.device))
+    def write(self, asked: str) -> None:
+        """Asks for one case more for each line."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(asked)
+            self.process.stdin.flush()
 
     def stop(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.process.kill()
+        self.process.wait()
+
+
+def compile_when_asked(cases: Iterable[Case], device: torch.device) -> None:
+    """The other process of a Compiler: begins with a case for each line that it reads, and prints a line for each that
+    is done, in their order."""
+    with ThreadPoolExecutor(8) as pool:
+        futures: queue.Queue[Future[object] | None] = queue.Queue()
+
+        def plan(case: Case) -> None:
+            planned("flashpage", Lengths(case, device))
+
+        def tell() -> None:
+            while (future := futures.get()) is not None:
+                future.exception()  # the measurement reports what is refused
+                print(flush=True)
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        for case, _ in zip(cases, sys.stdin, strict=False):
+            futures.put(pool.submit(plan, case))
+        futures.put(None)
+        teller.join()
 
 
 def timed(path: Path) -> dict[str, dict[str, Any]]:
@@ -181,17 +211,25 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each library in a round")
     parser.add_argument("--rounds", type=int, default=4, help="rounds, in each of which all libraries are timed")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--only-compile", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     device, path, start = torch.device(arguments.device), Path(arguments.json), time.perf_counter()
     libraries = arguments.libraries.split(",") if arguments.libraries else installed()
     if unknown := [label for label in libraries if label not in PEERS]:
         parser.error(f"no library {unknown[0]!r}: there are {', '.join(PEERS)}")
     known = {} if arguments.again else timed(path)
-    cases = [case for case in drawn(arguments.seed, arguments.cases) if arguments.only in case.name]
-    compiler = Compiler((c.shrunk() if arguments.small else c for c in cases if c.name not in known), device)
+    cases = [
+        case.shrunk() if arguments.small else case
+        for case in drawn(arguments.seed, arguments.cases)
+        if arguments.only in case.name and case.name not in known
+    ]
+    if arguments.only_compile:
+        compile_when_asked(cases, device)
+        return 0
     clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)
     recorder = Recorder(str(path))
-    if time.perf_counter() - start < arguments.seconds:
+    if cases and time.perf_counter() - start < arguments.seconds:
+        compiler = Compiler(sys.argv[1:], cases)
         for case in compiler:
             torch.manual_seed(0)
             try:
@@ -202,7 +240,7 @@ def main() -> int:
             print(f"{case.name}: {found['ratio']} {found['refused'] or ''}", flush=True)
             if time.perf_counter() - start >= arguments.seconds:
                 break
-    compiler.stop()
+        compiler.stop()
     lines = timed(path).values()
     report(lines)
     return int(any("flashpage" in line["refused"] for line in lines))
