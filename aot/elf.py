@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 LAUNCH = "flashpage_launch"  # threads, and dynamic bytes of shared memory; templates/kernel.cu.jinja
 _SYMTAB, _NOBITS = 2, 8  # sh_type
-_OF_SYSTEM = ".nv.shared.reserved"  # the KiB that the system takes for each CTA, which a card's sizes leave out
+# The KiB that the system takes for each CTA, which a card's sizes leave out. From sm_90 on it is also a part of the
+# kernel's own section, and there is a section of this name.
+_OF_SYSTEM, _SYSTEM_BYTES = ".nv.shared.reserved", 1 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +69,10 @@ def shared_bytes(image: bytes) -> int | None:
         return None
     launch = next((elf.bytes_of(symbol) for symbol in elf.symbols if symbol.name == LAUNCH), b"")
     given = struct.unpack_from("<2i", launch)[1] if launch else 0
-    fixed = (section for section in elf.sections if section.name.startswith(".nv.shared."))
-    return given + sum(section.size for section in fixed if not section.name.startswith(_OF_SYSTEM))
+    shared = [section for section in elf.sections if section.name.startswith(".nv.shared.")]
+    fixed = [section.size for section in shared if not section.name.startswith(_OF_SYSTEM)]
+    begin = _SYSTEM_BYTES if len(fixed) < len(shared) else 0
+    return given + sum(max(0, size - begin) for size in fixed)
 
 
 def _text(table: bytes, offset: int) -> str:

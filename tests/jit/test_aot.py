@@ -270,7 +270,8 @@ def test_cuda_compilers(sandbox: Sandbox, compiler: compilers.Compiler) -> None:
     assert sm_80.entry.image[:4] == sm_90a.entry.image[:4] == b"\x7fELF"
     assert sm_80.entry.image != sm_90a.entry.image
     assert 0 < sm_80.registers <= 32
-    assert shared_bytes(sm_80.entry.image) == SHARED and shared_bytes(ptx.entry.image) is None
+    assert shared_bytes(sm_80.entry.image) == shared_bytes(sm_90a.entry.image) == SHARED
+    assert shared_bytes(ptx.entry.image) is None
     assert sm_80.spill_bytes == sm_90a.spill_bytes == 0
     assert ptx.entry.path.suffix == ".ptx"
     (sandbox.templates / "kernel.cu.jinja").write_text("int x = y;\n")
