@@ -99,9 +99,10 @@ SLOW = {
 
 # Rows that take seconds each: kernels on the host, whose paths mostly have other builds too, and programs.
 ALTERNATING = {
-    *("kernels/test_decode_formats", "kernels/test_decode_units", "kernels/test_latent_kernel"),
-    *("kernels/test_latent_rows", "kernels/test_many_rows", "kernels/test_merge_kernel"),
-    *("kernels/test_prefill_kernel", "kernels/test_rotate_pages", "kernels/test_widen_pages"),
+    *("kernels/test_decode_formats", "kernels/test_decode_units", "kernels/test_function_tiles"),
+    *("kernels/test_latent_kernel", "kernels/test_latent_rows", "kernels/test_many_rows"),
+    *("kernels/test_merge_kernel", "kernels/test_prefill_kernel", "kernels/test_rotate_pages"),
+    "kernels/test_widen_pages",
     *("project/test_bench", "project/test_examples"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,12 @@ pytestmark = pytest.mark.usefixtures("quick_kernels")
 ROW, SCALES, NUMBERS, ROTATED, SCALE = 584, 8, 448, 64, 0.1
 BATCH, ROWS = 3, 2
 NO_NUMBER = 255  # a byte of e4m3 and of bf16 that is NaN
+
+
+@pytest.fixture(autouse=True)
+def on_the_device(device: str) -> Iterator[None]:
+    with torch.device(device):
+        yield
 
 
 def v4_cache(pages: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,12 +30,25 @@ def exact(q: Any, rows: Any, lists: Any, sink: Any = None, ckv: int = CKV) -> tu
     return (out if sink is None else out * (lse - sink).sigmoid().nan_to_num(0.0)[..., None]), lse
 
 
+@pytest.fixture
+def on_the_device(device: str) -> Iterator[None]:
+    with torch.device(device):
+        yield
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    """Of the type that the device's kernels have: cards have no fp32."""
+    return torch.randn(*shape).to(torch.float32 if torch.get_default_device().type == "cpu" else torch.bfloat16)
+
+
 def close(found: torch.Tensor, expected: torch.Tensor, near: float = 1e-5) -> None:
+    if found.device.type != "cpu":
+        near = 2**-7 if found.dtype is torch.bfloat16 else 1e-3
     torch.testing.assert_close(found.double().reshape(expected.shape), expected, atol=near, rtol=near)
 
 
 def lists_of(*rows: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     count = math.prod(rows)
     found = torch.stack([torch.randperm(PAGES * PAGE, generator=generator)[:TOPK] for _ in range(count)]).int()
     found[0, 3] = -1
@@ -44,12 +58,13 @@ def lists_of(*rows: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture
 def given() -> dict[str, Any]:
     torch.manual_seed(1)
-    cache = torch.randn(PAGES, PAGE, 1, CKV + KPE)
-    tensors = {"q": torch.randn(3, 2, HEADS, CKV + KPE), "k_cache": cache, "indices": lists_of(3, 2)}
+    cache = numbers(PAGES, PAGE, 1, CKV + KPE)
+    tensors = {"q": numbers(3, 2, HEADS, CKV + KPE), "k_cache": cache, "indices": lists_of(3, 2)}
     meta = {"block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": get_mla_metadata()[0]}
     return tensors | meta | {"head_dim_v": CKV, "softmax_scale": SCALE}
 
 
+@pytest.mark.usefixtures("on_the_device")
 def test_decode(given: dict[str, Any]) -> None:
     q, rows = given["q"].flatten(0, 1), given["k_cache"].flatten(0, 2)
     sink = torch.tensor([0.3, -1.0, 2.0, math.inf, -math.inf, 0.0])
@@ -61,8 +76,9 @@ def test_decode(given: dict[str, Any]) -> None:
         given["indices"] = given["indices"].flip(0).contiguous()
 
 
+@pytest.mark.usefixtures("on_the_device")
 def test_lengths_and_another_cache(given: dict[str, Any]) -> None:
-    extra = torch.randn(4, PAGE, 1, CKV + KPE)
+    extra = numbers(4, PAGE, 1, CKV + KPE)
     others = lists_of(3, 2, seed=5) % (4 * PAGE)
     lengths, extra_lengths = torch.tensor([12, 5, 0]).int(), torch.tensor([3, 0, 0]).int()
     out, lse = flash_mla_with_kvcache(
@@ -82,6 +98,7 @@ def test_lengths_and_another_cache(given: dict[str, Any]) -> None:
     assert not out[2].any() and bool((lse[2] == -math.inf).all())
 
 
+@pytest.mark.usefixtures("on_the_device")
 def test_rows_of_656_bytes() -> None:
     torch.manual_seed(2)
     latents = torch.randn(PAGES, PAGE, 512).to(torch.float8_e4m3fn)
@@ -89,7 +106,7 @@ def test_rows_of_656_bytes() -> None:
     rotated = torch.randn(PAGES, PAGE, 64).bfloat16()
     cache = torch.cat([part.contiguous().view(torch.uint8) for part in (latents, scales.contiguous(), rotated)], -1)
     rows = torch.cat([latents.float() * scales.repeat_interleave(128, -1), rotated.float()], -1).flatten(0, 1)
-    q, lists = torch.randn(2, 1, HEADS, 576), lists_of(2, 1)
+    q, lists = numbers(2, 1, HEADS, 576), lists_of(2, 1)
     found = flash_mla_with_kvcache(
         *(q, cache.unsqueeze(2), None, None, 512, get_mla_metadata()[0], None, SCALE),
         is_fp8_kvcache=True,
@@ -104,9 +121,10 @@ def test_rows_of_656_bytes() -> None:
         assert torch.equal(again[0], found[0])
 
 
+@pytest.mark.usefixtures("on_the_device")
 def test_prefill() -> None:
     torch.manual_seed(3)
-    q, kv, lists = torch.randn(5, HEADS, CKV + KPE), torch.randn(PAGES * PAGE, 1, CKV + KPE), lists_of(5, 1)
+    q, kv, lists = numbers(5, HEADS, CKV + KPE), numbers(PAGES * PAGE, 1, CKV + KPE), lists_of(5, 1)
     lists[1, 0, 2] = PAGES * PAGE + 7  # none, as -1
     lists[4, 0, 0] = -5
     lengths = torch.tensor([12, 12, 1, 0, 7]).int()

@@ -196,6 +196,7 @@ def test_the_kernel_on_the_host(case: Case, cut: int) -> None:
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
 
 
+@pytest.mark.rare
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 def test_no_registers_spill(tmp_path: Path) -> None:
     names = "nvfp4", "nvfp4-rows", "int4-rows", "nvfp4-16", "narrow", "narrow-16", "narrow-int8", "fp8-96"
