@@ -60,7 +60,11 @@ def _selected_rows() -> list[Case]:
         latent_case("selected-v32-page-64", "the same", *batch, selected="lengths", page_size=64, **v32),
         latent_case(
             *("selected-v4", "rows of 584 bytes", *batch),
-            **{"selected": "padded", "page_size": 64, "head_dim": 512, "row_format": "deepseek_v4", "reduced": True},
+            selected="padded",
+            page_size=64,
+            head_dim=512,
+            row_format="deepseek_v4",
+            reduced=True,
         ),
         latent_case("selected-prefill", "many rows", (90,), (120,), selected="lengths", mask_kind="past"),
     ]
