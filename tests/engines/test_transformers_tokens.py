@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ pytest.importorskip("transformers")
 import hf_copy
 import transformers
 from hf_models import MODELS, batch_options, greedy, left_padded, make_model, prompts_of
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.generation.continuous_batching import initialization
 
 from flashpage import hf
-from flashpage.engines.transformers import decode
+from flashpage.engines.transformers import batching, decode
+from flashpage.engines.transformers.call import Call, Layer
 from flashpage.wrappers.base import Attention
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
@@ -49,6 +52,25 @@ def expected() -> dict[str, tuple[Any, torch.Tensor]]:
 def test_transformers_own_cache(name: str, expected: Any) -> None:
     model, tokens = expected[name]
     assert torch.equal(greedy(model, left_padded(LENGTHS), NEW_TOKENS), tokens)
+
+
+def test_each_group_of_layers_has_slots_of_its_own() -> None:
+    """Of transformers 5.17 a model may have several groups with full attention, in each forward with equal lengths."""
+    torch.manual_seed(0)
+    lens, heads, dim = (5, 7), 2, 16
+    ends = torch.tensor([0, *lens]).cumsum(0).int()
+    slots = torch.randperm(40).split(20)
+    caches = {name: [torch.zeros(40, heads, dim)] for name in ("key_cache", "value_cache")}
+    cache = SimpleNamespace(layer_index_to_group_indices=[(0, 0), (1, 0)], sliding_windows=[1, 1], **caches)
+    lists = [slots[group][: sum(lens)] for group in (0, 1)]
+    kwargs = {"cache": cache, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "read_index": lists, "write_index": lists}
+    layer = Layer(Call(heads, heads, dim, dim, torch.float32, None, None, True, False), -1, None, None)
+    for index in (0, 1):
+        q, k, v = torch.randn(3, 1, heads, sum(lens), dim)
+        found = batching.attend(layer, index, q, k, v, kwargs)[0]
+        parts = zip(*(each[0].split(lens, dim=1) for each in (q, k, v)), strict=True)
+        expected = [scaled_dot_product_attention(*part, is_causal=True).transpose(0, 1) for part in parts]
+        torch.testing.assert_close(found, torch.cat(expected))
 
 
 @pytest.mark.parametrize("name", MODELS)

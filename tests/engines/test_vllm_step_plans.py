@@ -65,6 +65,18 @@ def test_a_step_whose_lengths_lie_where_the_last_ones_did(device: str, monkeypat
     assert planner.plan(common).parts and len(chosen) == 2  # lengths elsewhere
 
 
+def test_lengths_on_the_host_are_the_steps_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 makes steps of cross attention from the decoder's, and leaves its bound of the lengths."""
+    scene = Scene(FORMS["usual"], [4, 4], [60, 150], device)
+    planner, common = scene.planner(), scene.common(causal=False)
+    common._seq_lens_cpu = common.seq_lens_cpu_upper_bound
+    common.seq_lens_cpu_upper_bound = torch.tensor([4, 4], dtype=torch.int32)
+    monkeypatch.setattr(planner, "device", torch.device("cuda"))
+    found = run(planner.plan(common), planner.plans.layers[0], scene.tensors())
+    assert uses(planner) == {Use.ROWS}
+    close(found, scene.expected(causal=False))
+
+
 def uses(planner: GroupPlanner) -> set[Use]:
     return set(planner.plans._attentions)
 

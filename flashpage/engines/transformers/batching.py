@@ -62,13 +62,18 @@ def attend(
     slots.keys.index_copy_(0, write, key[0].transpose(0, 1).unsqueeze(1))
     slots.values.index_copy_(0, write, value[0].transpose(0, 1).unsqueeze(1))
     # No request has earlier tokens, so there is nothing to read.
-    return _paged(layer, query, slots, read if read.numel() else write, ends)
+    return _paged(layer, query, slots, group, read if read.numel() else write, ends)
 
 
 def _paged(
-    layer: Layer, query: torch.Tensor, slots: _Slots, indices: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor]
+    layer: Layer,
+    query: torch.Tensor,
+    slots: _Slots,
+    group: int,
+    indices: torch.Tensor,
+    ends: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    kind = ("slots", layer.call, layer.window_left)
+    kind = ("slots", layer.call, layer.window_left, group)  # each group of layers has slots of its own
     planned = plans.shared(query.device, kind, is_paged=True)
     if planned.is_for(ends):
         rows = planned.batch

@@ -108,10 +108,16 @@ class GroupPlanner:
         return is_causal
 
     def _host_lengths(self, common: Any) -> torch.Tensor | None:
-        """The tokens of each request on the host, if they are exact there."""
+        """The tokens of each request on the host, if they are exact there. vLLM 0.26 makes the steps of cross attention
+        and of attention in chunks from the decoder's: there the bound is still the decoder's, and another field is
+        right, which newer versions may lack."""
         if not self.sizes.has_exact_lengths:
             return None
-        lens: torch.Tensor | None = common.seq_lens if self.device.type == "cpu" else common.seq_lens_cpu_upper_bound
+        if self.device.type == "cpu":
+            lens: torch.Tensor | None = common.seq_lens
+        else:
+            lens = getattr(common, "_seq_lens_cpu", None)
+            lens = common.seq_lens_cpu_upper_bound if lens is None else lens
         return lens
 
     # ---------------------------------------------------------------- parts
