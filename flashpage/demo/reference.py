@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..serving.request import Request
 from .model import Llama
 
-# Steps of the largest logit by which rounding alone moves logits: in bf16 eight layers move the most moved one of 8,192
-# by 17 in the median and by 34 at most (300 random tokens, next to fp32). Tokens of a wrong context are off by some 100.
+# Steps of the largest logit by which rounding alone moves logits. In bf16 eight layers move the most moved one of 8,192
+# by 17 in the median and by 34 at most (300 random tokens, next to fp32); a wrong context moves it by some 100.
 ROUNDINGS = 32
 
 

@@ -37,7 +37,7 @@ def on_the_device(device: str) -> Iterator[None]:
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Of the type that the device's kernels have: cards have no fp32."""
+    """Random numbers of a type that the device's kernels take: cards have none for fp32."""
     return torch.randn(*shape).to(torch.float32 if torch.get_default_device().type == "cpu" else torch.bfloat16)
 
 

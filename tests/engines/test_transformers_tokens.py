@@ -55,7 +55,7 @@ def test_transformers_own_cache(name: str, expected: Any) -> None:
 
 
 def test_each_group_of_layers_has_slots_of_its_own() -> None:
-    """Of transformers 5.17 a model may have several groups with full attention, in each forward with equal lengths."""
+    """Models of transformers 5.17 may have several groups with full attention, whose lengths are equal."""
     torch.manual_seed(0)
     lens, heads, dim = (5, 7), 2, 16
     ends = torch.tensor([0, *lens]).cumsum(0).int()
