@@ -73,4 +73,6 @@ def _outcome(result: Result) -> str:
         return f"{result.rate:8.3g} {result.unit}, {100 * result.share:.0f}% of the {of_what} rate{slow}"
     verdict = "right" if result.is_right else "WRONG"
     error = f"error {result.error:.1e} (at most {result.most_error:.0e})"
+    if result.has_wrong_head:
+        error += f", of one row and head {result.head_error:.1e}"
     return f"{verdict}: {error}, LSE {result.lse_error:.1e} (at most 2e-02)"

@@ -327,12 +327,10 @@ class Binding:
         )
 
     def set_pdl(self, enable_pdl: bool | None) -> None:
-        """Sets enable_pdl; None means True on cards with programmatic dependent launch."""
-        if enable_pdl is None:
-            has_pdl = devices.of(self.device).has_pdl
-        else:
-            has_pdl = checks.flag("enable_pdl", enable_pdl, RunError)
-        self.enable_pdl, self.args.enable_pdl = enable_pdl, has_pdl
+        """Sets enable_pdl; None means True. On cards whose kernels do not wait for their predecessor (no programmatic
+        dependent launch, or kernels of PTX) a launch never begins early."""
+        is_wanted = enable_pdl is None or checks.flag("enable_pdl", enable_pdl, RunError)
+        self.enable_pdl, self.args.enable_pdl = enable_pdl, is_wanted and devices.of(self.device).has_pdl
 
     def has_scales(self, scales: Scales) -> bool:
         """Whether these numbers are already set; tensors may have moved."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,24 @@ def test_wrong_slow_and_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert selftest() == 3
     assert "SLOW" in capsys.readouterr().out
 
+    def without_a_head(case: cases.Case, workspace: torch.Tensor) -> Any:
+        """A plan whose runs lose a head of the longest request, whose values are small."""
+        run = plan(case, workspace)
+
+        def changed(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out, lse = run(*tensors)
+            out[0, 3] = 0.0
+            return out, lse
+
+        return changed
+
+    monkeypatch.setattr(cases.Case, "plan", without_a_head)
+    assert selftest() == 1
+    assert "WRONG" in (shown := capsys.readouterr().out) and "of one row and head 1.0e+00" in shown
+    monkeypatch.setattr(cases.Case, "plan", lambda *_: lambda *_: (torch.full((1,), math.inf),) * 2)
+    assert selftest() == 1
+    assert "the result has NaN or infinite numbers" in capsys.readouterr().out
+
     def failing(error: Exception) -> Any:
         def fail(*_: Any) -> Any:
             raise error
@@ -96,6 +115,9 @@ def test_wrong_slow_and_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(cases.Case, "plan", failing(CapabilityError("no kernel can honour this request")))
     assert selftest() == 1
     assert "FAILED: no kernel can honour this request" in capsys.readouterr().out
+    monkeypatch.setattr(cases.Case, "plan", failing(AssertionError("a slot")))
+    assert selftest() == 1
+    assert "FAILED: AssertionError: a slot" in capsys.readouterr().out
 
 
 def test_a_card_that_fails_or_is_full(
@@ -125,7 +147,7 @@ def test_a_card_that_fails_or_is_full(
     monkeypatch.setattr(cases.Case, "plan", is_full)
     assert selftest() == 0
     shown = capsys.readouterr().out
-    assert shown.count("not run: the card has too little free memory") == 2 and "some cases were not run" in shown
+    assert shown.count("not run: too little memory is free") == 2 and "some cases were not run" in shown
     monkeypatch.setattr(main, "_batches", lambda _: (cases.PREFILL,))
     monkeypatch.setattr(main, "TIMED", {"cpu": (cases.PREFILL,)})
     assert selftest() == 1
