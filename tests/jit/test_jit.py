@@ -260,7 +260,7 @@ def test_many_side_by_side(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("FLASHPAGE_JOBS", "6")
     start = time.monotonic()
     results = jit.build_specs([toy(i) for i in range(7)], [jit.host_target()])
-    assert time.monotonic() - start < 0.7 * sum(r.seconds for r in results)
+    assert time.monotonic() - start < 0.85 * sum(r.seconds for r in results)
     assert [r.is_new for r in results] == [False] + [True] * 6
     assert all(r.seconds >= 0.5 for r in results[1:])
     assert len(cache.entries()) == 7
@@ -272,7 +272,7 @@ def test_prebuild_compiles_side_by_side(sandbox: Sandbox, monkeypatch: pytest.Mo
     monkeypatch.setenv("FLASHPAGE_JOBS", "4")
     start = time.monotonic()
     kernels = jit.prebuild([toy(i) for i in range(4)])
-    assert time.monotonic() - start < 0.7 * sum(entry.meta["seconds"] for entry in cache.entries())
+    assert time.monotonic() - start < 0.85 * sum(entry.meta["seconds"] for entry in cache.entries())
     assert [kernel.spec for kernel in kernels] == [toy(i) for i in range(4)]
     assert jit.get_kernel(toy(2)) is kernels[2]
 

@@ -64,7 +64,6 @@ def _selected_rows() -> list[Case]:
             page_size=64,
             head_dim=512,
             row_format="deepseek_v4",
-            reduced=True,
         ),
         latent_case("selected-prefill", "many rows", (90,), (120,), selected="lengths", mask_kind="past"),
     ]
