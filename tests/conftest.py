@@ -219,3 +219,10 @@ def keep_loggers() -> Iterator[None]:
     yield
     for logger, level in zip(LOGGERS, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture
+def on_the_device(device: str) -> Iterator[None]:
+    """Tensors of a test are made on the device."""
+    with torch.device(device):
+        yield

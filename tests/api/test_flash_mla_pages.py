@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from flashpage.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-pytestmark = pytest.mark.usefixtures("quick_kernels")
+pytestmark = pytest.mark.usefixtures("quick_kernels", "on_the_device")
 
 ROW, SCALES, NUMBERS, ROTATED, SCALE = 584, 8, 448, 64, 0.1
 BATCH, ROWS = 3, 2
 NO_NUMBER = 255  # a byte of e4m3 and of bf16 that is NaN
-
-
-@pytest.fixture(autouse=True)
-def on_the_device(device: str) -> Iterator[None]:
-    with torch.device(device):
-        yield
 
 
 def v4_cache(pages: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

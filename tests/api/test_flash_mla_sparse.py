@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,12 +27,6 @@ def exact(q: Any, rows: Any, lists: Any, sink: Any = None, ckv: int = CKV) -> tu
     lse = scores.logsumexp(-1)
     out = torch.einsum("rht,rtd->rhd", scores.softmax(-1).nan_to_num(0.0), found[..., :ckv])
     return (out if sink is None else out * (lse - sink).sigmoid().nan_to_num(0.0)[..., None]), lse
-
-
-@pytest.fixture
-def on_the_device(device: str) -> Iterator[None]:
-    with torch.device(device):
-        yield
 
 
 def numbers(*shape: int) -> torch.Tensor:
