@@ -70,8 +70,8 @@ struct fp_plan_result {
   int64_t total_q, total_kv, total_pages;
   int32_t max_q_len, max_kv_len;
   double cost_total_ns, cost_max_ns;  // sum and maximum over CTAs
-  int32_t cluster_size;  // of the launch; 1: each unit has a CTA; 0: units are anywhere, for any cluster size
-  int32_t most_pieces;   // of one unit; 0: none is cut
+  int32_t cluster_size;       // of the launch; 1: each unit has a CTA; 0: units are anywhere, for any cluster size
+  int32_t most_merge_rounds;  // flashpage::merge_rounds of one cut unit; 0: none is cut
   int64_t mask_bytes;
   int64_t tile_cells;  // cells of a mask function's tiles for one KV head
   // With status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, value,
@@ -98,6 +98,7 @@ enum fp_length_error : int32_t {
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0:
 // each request has one row; a fixed split's bound is then far lower than if one request may have all rows.
+FP_API int32_t fp_merge_rounds(int32_t partials, int32_t jobs);  // flashpage::merge_rounds
 FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                               int32_t num_kv_heads, const flashpage::Visibility*, const fp_schedule*,
                               int64_t* plan_bytes, int64_t* partial_rows);

@@ -40,26 +40,25 @@ struct fp_batch {
 
 // Computes the sums of lengths that were not taken by fp_py_plan.
 FP_API void fp_batch_sum_up(fp_batch*);
-// Tokens of all requests: kv_lens, or all that the requests' pages hold. `page_size`: tokens of an entry of kv_indptr.
-FP_API int64_t fp_batch_tokens(const fp_batch*, int64_t page_size);
 
 // A row of the table that classifies a batch by how many tokens its rows see; the first row that fits decides.
 struct fp_context_row {
   int32_t contexts;                  // the class
   int64_t most_rows;                 // of the batch
-  double least_rows_of_request;      // on average
+  double least_rows_of_request;      // of a row's request, on average
   double least_tokens, most_tokens;  // seen by a row, on average
   int32_t has_equal_rows;            // 1: only batches whose requests with rows have equally many
+  int32_t tile, usual_tile;          // not 0: only batches of which row tiles of `tile` packed rows compute at most
+  double most_padding;               // so many times as much as tiles of `usual_tile`
 };
 struct fp_context_table {
   fp_context_row rows[16];
   int32_t count;
-  int32_t page_size;  // tokens of an entry of kv_indptr; at least 1
-  double hidden;      // tokens hidden from a row for each row of its request: half a token if causal
+  int32_t group;  // query heads of a KV head
+  double hidden;  // tokens hidden from a row for each row of its request: half a token if causal
 };
-// The class of a batch; 0 if no row fits. `has_equal_rows`: all requests with rows have equally many.
-FP_API int32_t fp_contexts_of(const fp_context_table*, int64_t requests, int64_t rows, int64_t tokens,
-                              int32_t has_equal_rows);
+// The class of requests with so many rows and tokens each; 0 if no row fits.
+FP_API int32_t fp_contexts_of(const fp_context_table*, int32_t requests, const int32_t* q_lens, const int32_t* kv_lens);
 
 // The batches that a kernel serves: typical rows of a request.
 struct fp_row_class {
@@ -101,6 +100,8 @@ struct fp_plan_call {
 // Plans the current batch. is_chosen: the schedules are known to fit it; otherwise FP_OTHER_BATCH is returned if they
 // may not.
 FP_API int32_t fp_plan_batch(fp_plan_call*, void* stream, int32_t is_chosen);
+// The class of the current batch's contexts, by the call's table.
+FP_API int32_t fp_plan_contexts(const fp_plan_call*);
 // Copies a staged plan to its destination, and page numbers that fp_py_plan took to their buffer, in the stream's
 // order.
 FP_API int32_t fp_plan_publish(fp_plan_call*, void* stream);

@@ -1,21 +1,65 @@
 // The class of a batch by what its rows see (flashpage/kernels/context_classes.py).
 #pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "flashpage/common/math.h"
 #include "plan_call.h"
 
 namespace flashpage::host {
 
-inline int32_t contexts_of(const fp_context_table& table, int64_t requests, int64_t rows, int64_t tokens,
-                           bool has_equal_rows) {
-  if (requests == 0) return 0;
-  const double seen = (static_cast<double>(tokens) - table.hidden * static_cast<double>(rows)) / requests;
+// How many times as much row tiles of row.tile packed rows compute as usual ones. A request's last tile computes as
+// much as a full one.
+template <class Lengths>
+double padding_of(const fp_context_row& row, double hidden, const Lengths& batch) {
+  double usual = 0.0, other = 0.0;  // rows by tokens
+  for (int32_t i = 0; i < batch.requests(); ++i) {
+    const int64_t rows = batch.rows(i), packed = rows * batch.group();
+    const double tokens = static_cast<double>(batch.tokens(i));
+    const double full = static_cast<double>(packed) * (tokens - hidden * static_cast<double>(rows));
+    usual += full + static_cast<double>(round_up<int64_t>(packed, row.usual_tile) - packed) * tokens;
+    other += full + static_cast<double>(round_up<int64_t>(packed, row.tile) - packed) * tokens;
+  }
+  return usual > 0.0 ? other / usual : 1.0;
+}
+
+// `Lengths` has requests(), group(), and rows(i) and tokens(i) of a request.
+template <class Lengths>
+int32_t contexts_of(const fp_context_table& table, const Lengths& batch) {
+  if (table.count == 0) return 0;
+  int64_t rows = 0, least = INT64_MAX, most = 0;
+  double seen = 0.0, rows_of_request = 0.0;  // sums over rows
+  for (int32_t i = 0; i < batch.requests(); ++i) {
+    const int64_t of_request = batch.rows(i);
+    if (of_request <= 0) continue;
+    rows += of_request, least = std::min(least, of_request), most = std::max(most, of_request);
+    const double count = static_cast<double>(of_request);
+    rows_of_request += count * count;
+    seen += count * (static_cast<double>(batch.tokens(i)) - table.hidden * count);
+  }
+  if (rows == 0) return 0;
+  seen /= static_cast<double>(rows), rows_of_request /= static_cast<double>(rows);
   for (int32_t i = 0; i < table.count; ++i) {
     const fp_context_row& row = table.rows[i];
-    if (rows <= row.most_rows && static_cast<double>(rows) >= row.least_rows_of_request * requests &&
-        seen >= row.least_tokens && seen <= row.most_tokens && (has_equal_rows || !row.has_equal_rows)) {
+    if (rows <= row.most_rows && rows_of_request >= row.least_rows_of_request && seen >= row.least_tokens &&
+        seen <= row.most_tokens && (least == most || !row.has_equal_rows) &&
+        (row.tile == 0 || padding_of(row, table.hidden, batch) <= row.most_padding)) {
       return row.contexts;
     }
   }
   return 0;
 }
+
+// Lengths in two arrays, [requests].
+struct GivenLengths {
+  const fp_context_table& table;
+  int32_t count;
+  const int32_t *q_lens, *kv_lens;
+
+  int32_t requests() const { return count; }
+  int64_t group() const { return table.group; }
+  int64_t rows(int32_t i) const { return q_lens[i]; }
+  int64_t tokens(int32_t i) const { return kv_lens[i]; }
+};
 
 }  // namespace flashpage::host

@@ -48,12 +48,20 @@ struct Shares {
   double ns = 0.0;
 };
 
+// The cost without what each unit takes besides its tokens.
+double cost_of_tokens(const fp_problem& problem, fp_schedule schedule) {
+  schedule.ns_per_unit = schedule.least_ns_of_unit = 0.0;
+  return cost_of(problem, schedule);
+}
+
 // Divides the CTAs so that both parts end together. Lanes should be full, so the share is a multiple of the KV heads.
-Shares best_shares(double few_ns, double many_ns, int32_t num_ctas, int32_t num_kv_heads, double full_speed_share) {
+// `few_ns` is what all CTAs take for requests of few rows, and `few_alone_ns` what they would take if each CTA read as
+// fast as one that reads alone: on few CTAs memory is no limit, but the time of their units is.
+Shares best_shares(double few_ns, double few_alone_ns, double many_ns, int32_t num_ctas, int32_t num_kv_heads) {
   const int32_t step = std::min(num_kv_heads, 8);
   Shares best;
   for (int32_t few = step; few < num_ctas; few += step) {
-    const double few_at = few_ns * std::max(1.0, full_speed_share * num_ctas / few);
+    const double few_at = std::max(few_ns, few_alone_ns * num_ctas / few);
     const double many_at = many_ns * num_ctas / (num_ctas - few);
     const double ns = std::max(few_at, many_at);
     // Among equal times, the part that waits for memory gets the most CTAs, but some are left: few units on very few
@@ -74,7 +82,9 @@ int32_t divide(const fp_problem& problem, fp_parts& parts) {
   if (parts.whole->tile_q > parts.few->tile_q) {
     few_in_whole = std::max(few_in_whole, few_in_many * parts.reading_share * few_ns);
   }
-  const Shares shares = best_shares(few_ns, many_ns, parts.few->num_ctas, problem.num_kv_heads, parts.full_speed_share);
+  const double tokens_ns = cost_of_tokens(few, *parts.few);
+  const double few_alone_ns = few_ns - tokens_ns + parts.full_speed_share * tokens_ns;
+  const Shares shares = best_shares(few_ns, few_alone_ns, many_ns, parts.few->num_ctas, problem.num_kv_heads);
   parts.whole_ns = few_in_whole + cost_of(many, *parts.whole);
   parts.parts_ns = shares.ns;
   const double least_gain = parts.least_gain_ns + parts.least_gain_share * parts.whole_ns;
@@ -86,7 +96,7 @@ void add(const fp_plan_result& part, fp_plan_result& sum) {
   sum.num_items += part.num_items;
   sum.num_merges += part.num_merges;
   sum.num_partial_rows += part.num_partial_rows;
-  sum.most_pieces = std::max(sum.most_pieces, part.most_pieces);
+  sum.most_merge_rounds = std::max(sum.most_merge_rounds, part.most_merge_rounds);
   sum.cost_total_ns += part.cost_total_ns;
   sum.cost_max_ns = std::max(sum.cost_max_ns, part.cost_max_ns);
 }
@@ -126,14 +136,14 @@ void fp_parts_count(const fp_problem* problem, fp_parts* parts) {
   parts->few_requests = parts->few_rows = parts->many_requests = parts->many_rows = 0;
   parts->few_typical_rows = 1;
   if (problem->q_indptr.data == nullptr) return;  // all requests have the same number of rows
-  host::TypicalRows typical(problem->num_q_heads / problem->num_kv_heads);
+  host::TypicalRows typical(*problem);
   for (int32_t i = 0; i < problem->batch; ++i) {
     const int64_t rows = host::rows_of_request(*problem, i);
     if (rows <= 0) continue;
     const bool is_few = rows <= parts->most_few_rows;
     (is_few ? parts->few_requests : parts->many_requests) += 1;
     (is_few ? parts->few_rows : parts->many_rows) += rows;
-    if (is_few) typical.add(rows, host::tokens_of_request(*problem, i));
+    if (is_few) typical.add(rows, host::visible_of_request(*problem, i));
   }
   parts->few_typical_rows = typical.rows();
 }

@@ -199,9 +199,9 @@ int64_t typical_rows(const fp_plan_call& call) {
   const fp_batch& batch = *call.batch;
   const bool is_even = batch.least_rows == batch.most_rows || batch.q_indptr.data == nullptr;
   if (!call.weighs_rows || is_even || batch.row_runs != nullptr) return average(batch.requests, batch.rows);
-  TypicalRows typical(call.problem.num_q_heads / call.problem.num_kv_heads);
+  TypicalRows typical(call.problem);
   for (int32_t i = 0; i < batch.requests; ++i) {
-    typical.add(rows_of_request(call.problem, i), tokens_of_request(call.problem, i));
+    typical.add(rows_of_request(call.problem, i), visible_of_request(call.problem, i));
   }
   return typical.rows();
 }
@@ -212,13 +212,17 @@ bool has_few_and_many(const fp_plan_call& call) {
          call.parts->most_few_rows < batch.most_rows;
 }
 
-// Tokens of all requests: the given lengths, or all that the requests' pages hold.
-int64_t tokens_of(const fp_batch& batch, int64_t page_size) {
-  if (batch.kv_lens.data == nullptr) return count_between(batch.kv_begin, batch.kv_end) * page_size;
-  int64_t tokens = 0;
-  for (int32_t i = 0; i < batch.requests; ++i) tokens += count_between(0, number(batch.kv_lens, i));
-  return tokens;
-}
+// The lengths of a call's batch.
+struct PlannedLengths {
+  const fp_plan_call& call;
+
+  int32_t requests() const { return call.batch->q_indptr.data != nullptr ? call.batch->requests : 0; }
+  int64_t group() const { return call.context_table->group; }
+  int64_t rows(int32_t i) const { return rows_of_request(call.problem, i); }
+  int64_t tokens(int32_t i) const { return tokens_of_request(call.problem, i); }
+};
+
+int32_t contexts_of_batch(const fp_plan_call& call) { return contexts_of(*call.context_table, PlannedLengths{call}); }
 
 // Whether the kernels that were chosen for an earlier batch also serve this one.
 bool is_for(fp_plan_call& call) {
@@ -227,13 +231,7 @@ bool is_for(fp_plan_call& call) {
   if (!holds(call.row_class, batch.typical_rows)) return false;
   const double rows = static_cast<double>(batch.rows);
   if (rows >= std::min(call.gathered_rows_of_request * batch.requests, call.gathered_rows)) return false;
-  if (call.contexts >= 0) {
-    const int64_t tokens = tokens_of(batch, call.context_table->page_size);
-    const bool has_equal_rows = batch.least_rows == batch.most_rows;
-    if (contexts_of(*call.context_table, batch.requests, batch.rows, tokens, has_equal_rows) != call.contexts) {
-      return false;
-    }
-  }
+  if (call.contexts >= 0 && contexts_of_batch(call) != call.contexts) return false;
   if (!has_few_and_many(call)) return true;
   fp_parts& parts = *call.parts;
   fp_parts_count(&call.problem, &parts);
@@ -280,14 +278,13 @@ int32_t plan_batch(fp_plan_call& call, void* stream, bool is_chosen) noexcept {
 
 using namespace flashpage;
 
-int32_t fp_contexts_of(const fp_context_table* table, int64_t requests, int64_t rows, int64_t tokens,
-                       int32_t has_equal_rows) {
-  return host::contexts_of(*table, requests, rows, tokens, has_equal_rows != 0);
+int32_t fp_contexts_of(const fp_context_table* table, int32_t requests, const int32_t* q_lens, const int32_t* kv_lens) {
+  return host::contexts_of(*table, host::GivenLengths{*table, requests, q_lens, kv_lens});
 }
 
-void fp_batch_sum_up(fp_batch* batch) { host::sum_up(*batch); }
+int32_t fp_plan_contexts(const fp_plan_call* call) { return host::contexts_of_batch(*call); }
 
-int64_t fp_batch_tokens(const fp_batch* batch, int64_t page_size) { return host::tokens_of(*batch, page_size); }
+void fp_batch_sum_up(fp_batch* batch) { host::sum_up(*batch); }
 
 int32_t fp_plan_batch(fp_plan_call* call, void* stream, int32_t is_chosen) {
   return host::plan_batch(*call, stream, is_chosen != 0);

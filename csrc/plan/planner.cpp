@@ -228,7 +228,7 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
   for (int32_t lane = 0; lane < lanes.count; ++lane) writer.write_starts(lane);
   for (int32_t unit = 0; unit < num_units; ++unit) {
     writer.write_merges(unit);
-    result->most_pieces = max_of(result->most_pieces, memory.units[unit].pieces);
+    result->most_merge_rounds = max_of(result->most_merge_rounds, writer.rounds_of(unit));
   }
   return FP_OK;
 }
@@ -259,6 +259,8 @@ static int32_t plan_problem(const fp_problem* problem, const fp_schedule* given,
       totals.units, scratch};
   return write(batch, least_costly(batch, totals.served), buffer, capacity, result);
 }
+
+int32_t fp_merge_rounds(int32_t partials, int32_t jobs) { return merge_rounds(partials, jobs); }
 
 int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                        int32_t num_kv_heads, const Visibility* visibility, const fp_schedule* given,

@@ -20,21 +20,26 @@ inline int64_t rows_of_request(const fp_problem& problem, int32_t i) {
   return std::max<int64_t>(0, entry_of(problem.q_indptr, i + 1) - entry_of(problem.q_indptr, i));
 }
 
-// Tokens of a request, those of whole pages if nothing else is given, and at most as many as its rows see by a window.
+// Tokens of a request, those of whole pages if nothing else is given.
 inline int64_t tokens_of_request(const fp_problem& problem, int32_t i) {
+  if (problem.kv_lens.data != nullptr) return std::max<int64_t>(0, entry_of(problem.kv_lens, i));
   const int64_t entries = entry_of(problem.kv_indptr, i + 1) - entry_of(problem.kv_indptr, i);
-  const bool is_given = problem.kv_lens.data != nullptr;
-  const int64_t tokens = is_given ? entry_of(problem.kv_lens, i) : entries * std::max(problem.page_size, 1);
-  const int64_t left = problem.visibility.window_left, most = left < 0 ? tokens : left + rows_of_request(problem, i);
-  return std::clamp<int64_t>(tokens, 0, std::max<int64_t>(0, most));
+  return std::max<int64_t>(0, entries) * std::max(problem.page_size, 1);
+}
+
+// At most as many of a request's tokens as its rows see by a window.
+inline int64_t visible_of_request(const fp_problem& problem, int32_t i) {
+  const int64_t tokens = tokens_of_request(problem, i), left = problem.visibility.window_left;
+  return left < 0 ? tokens : std::min(tokens, left + rows_of_request(problem, i));
 }
 
 // Requests with rows of a batch, or of a part of it. Usually their average decides. But each row tile reads its
 // request's tokens, so one request of many rows and tokens may cost more than all others if tiles are short: then
-// larger tiles are worth it.
+// larger tiles are worth it, unless they save so few tokens that their units take longer.
 class TypicalRows {
  public:
-  explicit TypicalRows(int64_t group) : group_(group) {}
+  explicit TypicalRows(const fp_problem& problem)
+      : group_(problem.num_q_heads / problem.num_kv_heads), num_kv_heads_(problem.num_kv_heads) {}
 
   void add(int64_t rows, int64_t tokens) {
     ++requests_;
@@ -49,16 +54,21 @@ class TypicalRows {
     int size = 0;
     while (size + 1 < sizes && size_of(size) < average * group_) ++size;
     const int usual = size;
-    while (size + 1 < sizes && read_[size] > worth * read_[size + 1]) ++size;
+    while (size + 1 < sizes && are_worth(read_[size], read_[size + 1])) ++size;
     return size == usual ? average : size_of(size) / group_;
   }
 
  private:
   static constexpr int sizes = 4;        // of row tiles: 16, 32, 64 and 128 packed rows
   static constexpr double worth = 1.15;  // tokens that are read, in relation to those that tiles of twice the rows read
+  static constexpr double least_saved = 16384.0;  // of them, of all KV heads: some 120 on each SM of an H200
   static constexpr int64_t size_of(int i) { return int64_t{16} << i; }
 
-  int64_t group_, requests_ = 0, rows_ = 0;
+  bool are_worth(double read, double read_by_larger) const {
+    return read > worth * read_by_larger && (read - read_by_larger) * num_kv_heads_ >= least_saved;
+  }
+
+  int64_t group_, num_kv_heads_, requests_ = 0, rows_ = 0;
   double read_[sizes] = {};  // tokens, by all row tiles of one KV head
 };
 

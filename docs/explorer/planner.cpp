@@ -106,17 +106,11 @@ EXPORTED int32_t explorer_batch(const fp_context_table* table, int32_t requests,
   batch = {{0}, {0}, {tokens, tokens + requests}};
   page_size = tokens_of_page;
   heads = {num_q_heads, num_kv_heads, {causal, -1, 0}};
-  int64_t all = 0;
   for (int32_t i = 0; i < requests; ++i) {
     batch.rows.push_back(batch.rows.back() + rows[i]);
     batch.pages.push_back(batch.pages.back() + ceil_div(tokens[i], page_size));
-    all += tokens[i];
   }
-  int32_t least = INT32_MAX, most = 0;
-  for (int32_t i = 0; i < requests; ++i) {
-    if (rows[i] > 0) least = std::min(least, rows[i]), most = std::max(most, rows[i]);
-  }
-  return host::contexts_of(*table, requests, batch.rows.back(), all, least >= most);
+  return host::contexts_of(*table, host::GivenLengths{*table, requests, rows, tokens});
 }
 
 // Plans the batch.

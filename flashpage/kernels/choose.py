@@ -9,6 +9,7 @@ import torch
 from ..base.errors import CapabilityError
 from ..variants.spec import VariantSpec
 from . import ATTENTION, devices
+from .context_classes import ContextClass
 from .devices import Device
 from .kernel import AttentionKernel
 from .options import Options
@@ -29,6 +30,7 @@ class KernelChoice:
     kernel: AttentionKernel
     card: Device
     reasons: tuple[str, ...]  # for Plan.explain()
+    contexts: ContextClass = ContextClass.USUAL
 
 
 def packed_rows(options: Options, batch: int, total_rows: int) -> int:
@@ -94,7 +96,7 @@ def _chosen(kernel: AttentionKernel, work: Work, refused: tuple[str, ...]) -> Ke
         *([_mask_note(kernel, work)] if has_mask else []),
         *([context_tile[1]] if context_tile else []),
     )
-    return KernelChoice(spec, cost, kernel, work.card, notes)
+    return KernelChoice(spec, cost, kernel, work.card, notes, work.problem.contexts)
 
 
 def _mask_source(problem: Problem, kernel: AttentionKernel, variant: VariantSpec) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import NamedTuple
 
 from .. import native
 
@@ -15,12 +16,22 @@ class ContextClass(enum.Enum):
     FEW = "not many, and either they or the rows are so few that two CTAs on an SM pay"
     SHORT = "so few that shorter tiles pay"
     LONG = "so many that tiles at the edge of a mask hardly count, and pairs of CTAs pay"
+    PARTIAL = "any number, for requests whose rows fill shorter row tiles much better"
     EQUAL = "any number, for equally many rows of each request: row tiles of a request are computed side by side"
     TINY = "so few, for so few rows, that a launch mostly starts, ends and merges"
 
 
 CLASSES = tuple(ContextClass)  # a class's number is its index here (csrc/plan_call.h, fp_context_row)
 ANY_ROWS = 2**63 - 1
+
+
+class Padding(NamedTuple):
+    """The batches of which row tiles of `tile` packed rows compute at most `most` times as much as usual ones: a
+    request's last tile computes as much as a full one."""
+
+    tile: int
+    usual_tile: int
+    most: float
 
 
 def context_row(
@@ -30,9 +41,11 @@ def context_row(
     least_tokens: float = -math.inf,
     most_tokens: float = math.inf,
     has_equal_rows: bool = False,
+    padding: Padding | None = None,
 ) -> native.ContextRow:
-    """The batches of a class: at most so many query rows, at least so many a request on average, and so many tokens
-    that a row sees on average. `has_equal_rows`: only batches whose requests have equally many rows. A kernel lists its
-    rows in AttentionKernel.context_rows."""
+    """The batches of a class: at most so many query rows, of requests with at least so many, and so many tokens that a
+    row sees, both on average over all rows. `has_equal_rows`: only batches whose requests have equally many rows. A
+    kernel lists its rows in AttentionKernel.context_rows."""
     number = CLASSES.index(contexts)
-    return native.ContextRow(number, most_rows, least_rows_of_request, least_tokens, most_tokens, has_equal_rows)
+    sizes = most_rows, least_rows_of_request, least_tokens, most_tokens
+    return native.ContextRow(number, *sizes, has_equal_rows, *(padding or ()))

@@ -198,8 +198,9 @@ def _cost(work: Work, tile: Tile) -> Cost:
         ns_per_token=ns_per_token,
         reading_share=loading / ns_per_token,
         ns_per_unit=_ns_per_unit(work, tile),
-        # Units of 16 to 128 tokens: 2.0 us at head dimension 64, 2.2 to 2.4 at 128, 3.1 to 3.3 at 256 (an H200).
-        least_ns_of_unit=1600.0 + 6.5 * work.options.head_dim_vo,
+        # Units of 16 to 128 tokens, next to CTAs that read long ones (an H200): 2.0 us at head dimension 64, 2.6 at
+        # 128, 3.8 at 256.
+        least_ns_of_unit=1400.0 + 9.5 * work.options.head_dim_vo,
         ns_per_piece=1000.0,
         min_piece_tokens=128,
         merge_rows=MERGE_ITEM_ROWS,

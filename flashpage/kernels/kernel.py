@@ -64,7 +64,8 @@ class AttentionKernel(Kernel):
     context_rows: Callable[[Options, Device], list[native.ContextRow]] = lambda options, card: []
     # The tile for contexts of a class and a note for explain(); None: the usual tile.
     context_tile: Callable[[KernelSpec, ContextClass], tuple[Tile, str] | None] = lambda spec, contexts: None
-    unit_rows: Callable[[KernelSpec, int], int] = lambda spec, group_size: spec.rows  # packed rows of a unit
+    # Packed rows of a unit, for a group size and a class of contexts.
+    unit_rows: Callable[[KernelSpec, int, ContextClass], int] = lambda spec, group_size, contexts: spec.rows
     visits_mask_tiles: Callable[[Options], bool] = lambda options: False  # only those of mask_tiles
     most_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 if rows are not multiples of it

@@ -8,11 +8,11 @@ import math
 
 from .. import native
 from ..base.dtypes import DType
-from ..variants.source import soft_cap, takes_many_registers
+from ..variants.source import soft_cap
 from ..variants.spec import VariantSpec
-from . import wgmma_source
+from . import prefill_tokens, wgmma_source
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
-from .context_classes import ANY_ROWS, ContextClass, context_row
+from .context_classes import ANY_ROWS, ContextClass, Padding, context_row
 from .devices import Device
 from .kernel import (
     FP8,
@@ -28,6 +28,7 @@ from .kernel import (
     no_rope_over_fp8,
 )
 from .options import Options
+from .prefill_tokens import CONVERTED, STORED, TRANSPOSED, shape_of, tokens_of
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, Cost, Tile
@@ -39,125 +40,24 @@ SHORT_NOTE = f"rows see few tokens: tiles of {_SHORT_TILE_TOKENS}"
 FEW_NOTE = "rows are few: one warpgroup computes, and an SM has two CTAs"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """Tokens of a tile of two warpgroups, as many as fit the registers, which hold scores and accumulators of a row.
-    The first row that fits the work is taken (docs/tried.md has the measurements)."""
-
-    tokens: int
-    widest: int = 256  # largest head dim
-    values: int = 256  # largest head dim of V
-    needs: frozenset[str] = frozenset()  # words of _shape's facts, all of which must hold
-    why: str = ""
-
-
-def _when(*words: str) -> frozenset[str]:
-    return frozenset(words)
-
-
-# Loaders that bring K and V as they are multiplied: boxes by tensor maps, or rows one by one.
-_STORED = (
-    _Row(128, 64, needs=_when("light", "function"), why="a lane holds a mask function's answers for 128 tokens"),
-    _Row(112, 128, needs=_when("light", "heavy function"), why="a mask function for each head also takes registers"),
-    _Row(128, 128, needs=_when("light", "function"), why="a lane holds a mask function's answers for 128 tokens"),
-    _Row(160, 128, needs=_when("light", "whole")),
-    _Row(144, 128, needs=_when("light"), why="a last panel that is not full, or a mask's bits next to a transform"),
-    _Row(96, 64, why="masks or RoPE for every token"),
-    _Row(96, 128, needs=_when("loads")),
-    _Row(80, 128),
-    _Row(128, 192, 128, needs=_when("plain", "whole")),
-    _Row(112, 192, 128, needs=_when("light")),
-    _Row(80, 192, 128),
-    _Row(80, 192, needs=_when("light")),
-    _Row(48, 192),
-    _Row(32, needs=_when("loads", "masked")),
-    _Row(80, needs=_when("plain")),
-    _Row(80, needs=_when("light", "whole")),
-    _Row(64, needs=_when("light")),
-    _Row(48),
-)
-# fp8 that is converted to fp16. Multiples of 32 if possible, so that all four loading warps convert the same amount.
-_CONVERTED = (
-    _Row(128, 128, needs=_when("light")),
-    _Row(96, 64),
-    _Row(96, 128, needs=_when("heavy")),
-    _Row(64, 128),
-    _Row(96, 192, 128, needs=_when("plain")),
-    _Row(64, 192, needs=_when("plain")),
-    _Row(64, 192, 128),
-    _Row(48, 192),
-    _Row(64, needs=_when("plain")),
-    _Row(48),
-)
-# e4m3 products. Multiples of 32, the terms of one product's sum; at most 128, which is the longest row of V's columns.
-_TRANSPOSED = (
-    _Row(128, 128, needs=_when("light")),
-    _Row(96, 128, needs=_when("heavy")),
-    _Row(64, 128),
-    _Row(96, 192, needs=_when("light")),
-    _Row(64, 192),
-    _Row(64, needs=_when("light")),
-    _Row(32),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """The properties of the work on which the rows above depend."""
-
-    loop: InnerLoop
-    facts: frozenset[str]
-
-
-def _shape(work: Work, loader: str) -> _Shape:
-    options, has_function = work.options, work.mask_source == "function"
-    mask_source = "implicit" if work.mask_source == "packed_bits" and visits_tiles(options) else work.mask_source
-    loop = inner_loop(mask_source, "none", work.variant)  # loading warps rotate, not the inner loop
-    # A mask function's answers take about as many registers as loading warps take for RoPE.
-    lacks_room = (has_function and loop is not InnerLoop.LOADING) or (work.rotates and loop is InnerLoop.TRANSFORM)
-    if work.widest > 192 and lacks_room and loader in ("boxes", "rows"):
-        loop = InnerLoop.HEAVY
-    is_plain, has_bits = loop is InnerLoop.PLAIN, work.mask_source == "packed_bits"
-    columns_are_whole = options.head_dim_qk % 64 == options.head_dim_vo % 64 == 0
-    words = {
-        "plain": is_plain,
-        "light": loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM),
-        "heavy": loop is InnerLoop.HEAVY,
-        "loads": loop is InnerLoop.LOADING,
-        "masked": work.mask_source != "implicit",
-        "function": has_function,
-        "heavy function": has_function and takes_many_registers(work.variant),
-        "whole": columns_are_whole and (is_plain or not has_bits),
-    }
-    return _Shape(loop, frozenset(word for word, holds in words.items() if holds))
-
-
-def _tokens(rows: tuple[_Row, ...], work: Work, shape: _Shape) -> int:
-    values = work.options.head_dim_vo
-    return next(
-        row.tokens for row in rows if work.widest <= row.widest and values <= row.values and row.needs <= shape.facts
-    )
-
-
 def _tile(work: Work) -> Tile:
     """Stages fill the shared memory: at most three if loading warps convert or transpose, because K and V are there
     twice; one more stage of K than of V if they rotate."""
     options, loader = work.options, _loader(work.options)
-    shape = _shape(work, loader)
+    shape = shape_of(work, loader)
     if loader == "transposed":
-        return _two_groups(_tokens(_TRANSPOSED, work, shape), 3)
+        return _two_groups(tokens_of(TRANSPOSED, work, shape), 3)
     if loader == "converted":
-        return _two_groups(_tokens(_CONVERTED, work, shape), 3)
-    tokens = _tokens(_STORED, work, shape)
+        return _two_groups(tokens_of(CONVERTED, work, shape), 3)
+    tokens = tokens_of(STORED, work, shape)
     if work.rotates:
         return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
-    # Q is loaded by boxes if a tile holds whole groups of heads; a taller tile must not prevent that.
-    may_be_taller = 192 % options.group_size == 0 or 128 % options.group_size != 0
+    may_be_taller = _has_whole_groups(options) and work.problem.contexts is not ContextClass.PARTIAL
     if work.widest <= 96 and "light" in shape.facts and "heavy function" not in shape.facts and may_be_taller:
         return Tile(192, 96, 12, 1, 4) if work.widest <= 64 else Tile(192, 80, 12, 1, 3)
     # Three warpgroups keep the special-function unit busier.
     is_capped = _approximates_tanh(work.variant, options.q_dtype) and {"light", "whole"} <= shape.facts
-    if work.widest <= 128 and is_capped and may_be_taller and options.kv_source == "ragged" and not options.has_mask:
+    if work.widest <= 128 and is_capped and may_be_taller and loader == "boxes" and not options.has_mask:
         return Tile(192, 80, 12, 1, 3)
     return _two_groups(tokens, 2)
 
@@ -187,17 +87,19 @@ _REACHED_16_BIT, _REACHED_ROTATING = 0.71752, 0.46127
 # Cost of a unit in addition to its tokens and to the hidden tokens of its last tile: ns a column, fitted to the times
 # at which CTAs end (docs/tried.md).
 _NS_OF_UNIT = {"rows": 17.0, "converted": 20.0, "transposed": 8.0}
+_CAP_COLUMNS = 100.0  # a soft cap takes as long as the products of so many columns
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
     loader, card = _loader(work.options), work.card
     reached = _REACHED.get(loader, _REACHED_ROTATING if work.rotates else _REACHED_16_BIT)
+    products_ns = work.columns * tile.tile_q * 2 / (card.sm_flops_per_ns * reached)
     ns_per_unit = work.columns * _NS_OF_UNIT.get(loader, 13.5)
     if work.rotates:
         ns_per_unit += 4.0 * work.options.head_dim_qk  # for Q
     return Cost(
         heads_on_axis=True,
-        ns_per_token=work.columns * tile.tile_q * 2 / (card.sm_flops_per_ns * reached),
+        ns_per_token=products_ns + (_CAP_COLUMNS / work.columns * products_ns if soft_cap(work.variant) else 0.0),
         ns_per_unit=ns_per_unit,
         ns_per_piece=2500.0,
         min_piece_tokens=256,
@@ -221,13 +123,16 @@ def _loader(options: Options) -> str:
 
 def visits_tiles(options: Options) -> bool:
     """Whether the kernel skips tiles of a mask that no row sees, which another kernel finds before."""
-    return _loader(options) in ("boxes", "rows") and options.position_encoding != "ROPE_LLAMA"
+    return prefill_tokens.visits_tiles(options, _loader(options))
 
 
 # Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (more for
 # fp8: docs/tried.md), but they compute on 64 / group_size more hidden tokens a unit if masks are causal.
 _LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
-_ROWS_FOR_PAIRS = 1024  # packed: in a request's last pair, half of the rows may be unused
+_WIDEST_OF_PAIRS = 192
+# What tiles of pairs may compute in relation to those of single CTAs, as half of a request's last pair may be unused;
+# and what tiles of two warpgroups compute at most to be faster than those of three (docs/tried.md).
+_MOST_OF_PAIRS, _MOST_OF_SHORTER = 1.04, 0.92
 # Tokens that a row sees; the second number applies if packed rows make at most two units for each SM. Shorter tiles
 # take 2 to 5% less time there, and 2% more elsewhere (docs/tried.md).
 _SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_ROWS_OF_SM = 320, 640, 2 * 128
@@ -237,6 +142,8 @@ _ROWS_OF_HALVES = 64  # packed rows of each of two CTAs on an SM: those of one w
 _CONTEXT_OF_FEWEST, _FEWEST_ROWS_OF_SM = 1200, 2 * _ROWS_OF_HALVES
 _CONTEXT_OF_HALVES = 160  # tokens that a row sees with which two CTAs on an SM are faster, however many rows there are
 _WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an SM's registers
+# Tokens that a row sees from which units of wide heads are full rather than whole rows of a group (docs/tried.md).
+_CONTEXT_OF_FULL_UNITS = 8192
 
 
 def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
@@ -255,12 +162,31 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
         few = _FEWEST_ROWS_OF_SM * card.sms // options.num_q_heads
         rows.append(context_row(ContextClass.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST))
         rows.append(context_row(ContextClass.FEW, ANY_ROWS, is_prefill, most_tokens=_CONTEXT_OF_HALVES))
+    usual_tile = 192 if _may_be_taller(options) else 128
+    if usual_tile > 128:
+        shorter = Padding(128, usual_tile, _MOST_OF_SHORTER)
+        rows.append(context_row(ContextClass.PARTIAL, ANY_ROWS, is_prefill, padding=shorter))
     if not has_short_window:
-        rows.append(context_row(ContextClass.LONG, ANY_ROWS, _ROWS_FOR_PAIRS / group, least_tokens=least_tokens))
+        if max(options.head_dim_qk, options.head_dim_vo) > _WIDEST_OF_PAIRS:
+            least_tokens = _CONTEXT_OF_FULL_UNITS
+        pairs = Padding(2 * usual_tile, usual_tile, _MOST_OF_PAIRS)
+        rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=least_tokens, padding=pairs))
     if has_short:
         rows.append(context_row(ContextClass.SHORT, few_of_sm, is_prefill, most_tokens=_SHORT_CONTEXT_OF_FEW))
         rows.append(context_row(ContextClass.SHORT, ANY_ROWS, is_prefill, most_tokens=_SHORT_CONTEXT))
     return rows
+
+
+def _has_whole_groups(options: Options) -> bool:
+    """Whether tiles of three warpgroups hold whole groups of heads if those of two do, so that boxes bring Q."""
+    return 192 % options.group_size == 0 or 128 % options.group_size != 0
+
+
+def _may_be_taller(options: Options) -> bool:
+    """Whether the usual tile may have three warpgroups."""
+    widest = max(options.head_dim_qk, options.head_dim_vo)
+    is_known = widest <= 96 or (widest <= 128 and (options.has_soft_cap or options.needs_variant))
+    return is_known and not options.kv_dtype.is_fp8 and _has_whole_groups(options)
 
 
 def _has_tiles_of_few(options: Options) -> bool:
@@ -296,7 +222,9 @@ def _may_pair(spec: KernelSpec, loop: InnerLoop, widest: int) -> bool:
     have not been tried with pairs. Wide heads, and narrow ones of 16 bits, gain nothing (docs/tried.md)."""
     is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     gains = spec.loader == "transposed" or (spec.loader == "boxes" and widest > 64)
-    return is_light and gains and widest <= 192
+    # Three warpgroups of wide heads leave the loading warps too few registers for pages of pairs.
+    has_registers = spec.kv_source == "ragged" or spec.rows <= 128 or widest <= 96
+    return is_light and gains and has_registers and widest <= _WIDEST_OF_PAIRS
 
 
 def whole_rows(packed_rows: int, group_size: int) -> int:
@@ -314,9 +242,10 @@ def _whole_chunks(work: Work) -> str | None:
     return f"head_dim_vo {options.head_dim_vo} is not a multiple of 16, which rows of {options.out_dtype.value} must be"
 
 
-def _unit_rows(spec: KernelSpec, group_size: int) -> int:
+def _unit_rows(spec: KernelSpec, group_size: int, contexts: ContextClass) -> int:
     """The packed rows of a unit: whole rows of the group, if Q and output can then be loaded and stored by boxes."""
-    if spec.loader == "converted" or spec.mask_source != "implicit":
+    is_full = contexts is ContextClass.LONG and max(spec.head_dim_qk, spec.head_dim_vo) > _WIDEST_OF_PAIRS
+    if is_full or spec.loader == "converted" or spec.mask_source != "implicit":
         return spec.rows
     return whole_rows(spec.rows // spec.ctas, group_size) * spec.ctas
 

@@ -9,6 +9,7 @@ from .choose import KernelChoice
 from .devices import Device
 from .options import SPLIT_BALANCED, Options
 from .spec import KernelSpec
+from .tile import MERGE_COLUMNS
 
 CLUSTER_SIZES = (1, 2, 4, 8, 16)  # CTAs: csrc/flashpage.h, fp_schedule::clusters
 
@@ -51,7 +52,7 @@ def schedule(
     return native.Schedule(
         num_ctas=num_ctas,
         heads_on_axis=cost.heads_on_axis,
-        tile_q=choice.kernel.unit_rows(choice.spec, options.group_size),
+        tile_q=choice.kernel.unit_rows(choice.spec, options.group_size, choice.contexts),
         tile_kv=tile.tile_kv,
         ns_per_token=cost.ns_per_token,
         ns_per_unit=cost.ns_per_unit,
@@ -63,6 +64,7 @@ def schedule(
         max_pieces=cost.max_pieces if piece == SPLIT_BALANCED else 0,
         fixed_piece_tokens=piece,
         merge_rows=cost.merge_rows,
+        row_jobs=-(-options.head_dim_vo // MERGE_COLUMNS),
         wave_tokens=_wave_tokens(choice.spec, choice.card),
         are_claimed=choice.spec.mask_source != "implicit" and choice.kernel.visits_mask_tiles(options),
         clusters=clusters.resident,

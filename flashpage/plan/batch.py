@@ -94,16 +94,6 @@ class Batch:
         """Number of page numbers in use; ragged: of tokens."""
         return self.struct.kv_end - self.struct.kv_begin
 
-    @property
-    def has_equal_rows(self) -> bool:
-        """Whether all requests with rows have equally many, by q_indptr."""
-        return self.struct.least_rows == self.struct.most_rows
-
-    def tokens(self, page_size: int) -> int:
-        """Number of tokens; if no lengths were given, all that the requests' pages hold."""
-        count: int = native.load().fp_batch_tokens(self.address, max(1, page_size))
-        return count
-
     def use_options(self, options: Options) -> None:
         """Sets what later batches have in common."""
         struct = self.struct

@@ -51,8 +51,9 @@ def workspace_bounds(
     of_graph = with_one_cluster_size(prepared.schedule, units)[0]
     float_of_graph, int_of_graph = _bounds(options, of_graph, batch, total_q, total_kv)
     float_bytes, int_bytes = max(float_bytes, float_of_graph), max(int_bytes, int_of_graph)
-    float_of_few, int_of_few = _bounds_of_few(options, batch, total_q, total_kv, prepared.schedule.num_ctas, device)
-    float_bytes, int_bytes = max(float_bytes, float_of_few), max(int_bytes, int_of_few)
+    for contexts in ContextLengths(options, devices.of(device)).classes:
+        of_class = _bounds_of_class(contexts, options, batch, total_q, total_kv, prepared.schedule.num_ctas, device)
+        float_bytes, int_bytes = max(float_bytes, of_class[0]), max(int_bytes, of_class[1])
     float_of_parts = int_of_parts = 0
     for schedule in largest_schedules(options, prepared.schedule.num_ctas, device):
         of_part = _bounds(options, schedule, batch, total_q, total_kv)
@@ -61,21 +62,25 @@ def workspace_bounds(
     return max(float_bytes, float_of_parts), max(int_bytes, int_of_parts)
 
 
-def _bounds_of_few(
-    options: Options, batch: int, total_q: int, total_kv: int, num_ctas: int, device: torch.device
+def _bounds_of_class(
+    contexts: ContextClass,
+    options: Options,
+    batch: int,
+    total_q: int,
+    total_kv: int,
+    num_ctas: int,
+    device: torch.device,
 ) -> tuple[int, int]:
-    """Bounds for batches whose tiles are smaller than usual, so that an SM runs more CTAs. `num_ctas`: CTAs of the
-    usual tiles."""
-    if not ContextLengths(options, devices.of(device)).has_few:
-        return 0, 0
-    usual, few = (
-        choose.choose(Problem(options, choose.MANY_ROWS, contexts=contexts), device)
-        for contexts in (ContextClass.USUAL, ContextClass.FEW)
+    """Bounds for batches of a class with other units, or with tiles of which an SM runs more CTAs. Pairs of CTAs need
+    no more than single ones. `num_ctas`: CTAs of the usual tiles."""
+    usual, other = (
+        choose.choose(Problem(options, choose.MANY_ROWS, contexts=each), device)
+        for each in (ContextClass.USUAL, contexts)
     )
-    if few.spec == usual.spec:
+    assert other.spec.tile is not None and usual.spec.tile is not None
+    if other.spec.tile.ctas > usual.spec.tile.ctas:
         return 0, 0
-    assert few.spec.tile is not None and usual.spec.tile is not None
-    schedule = schedule_of(few, options, num_ctas * few.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm)
+    schedule = schedule_of(other, options, num_ctas * other.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm)
     return _bounds(options, schedule, batch, total_q, total_kv)
 
 

@@ -185,7 +185,7 @@ class OptionPlan:
         batch.check_rows(options.group_size)
         contexts, call.contexts = ContextClass.USUAL, -1
         if self._contexts.may_differ and not batch.is_graph:
-            contexts = self._contexts.of(requests, rows, batch.tokens(options.page_span), batch.has_equal_rows)
+            contexts = self._contexts.of_batch(self._address)
             call.contexts = CLASSES.index(contexts)
         self.gathered, self._is_of_all = gathered, batch.is_graph
         typical = (1, struct.typical_rows) if call.weighs_rows else (requests, rows)

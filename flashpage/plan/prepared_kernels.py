@@ -22,9 +22,9 @@ from ..native import fastcall
 from . import gather_rows
 
 CPU_CTAS_PER_THREAD = 4  # small shares, so that threads that start late still find work
-# Units of more pieces and rows are merged by the merge kernel even if the attention launch merges others: one CTA takes
-# as long for 20 pieces of 16 rows as the additional launch.
-MOST_PIECES_MERGED, MOST_ROWS_OF_ONE_CTA = 20, 8
+# Units of more rounds (merge_rounds of include/flashpage/plan/work_item.h) are merged by the merge kernel even if the
+# attention launch merges others: one CTA takes as long for them as the additional launch.
+MOST_MERGE_ROUNDS = 8
 MERGE_CTAS_PER_SM = 4  # merges have little to do; more CTAs than are resident only add launch work
 
 
@@ -38,7 +38,7 @@ class PreparedKernels:
 
     __slots__ = (
         *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "merge_ctas"),
-        *("most_merge_ctas", "most_pieces_merged", "options", "problem", "read", "schedule", "schedule_address"),
+        *("most_merge_ctas", "most_merge_rounds", "options", "problem", "read", "schedule", "schedule_address"),
         "_on_eight",
     )
 
@@ -72,7 +72,7 @@ class PreparedKernels:
             num_ctas = native.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
         clusters = schedules.Clusters.of(self.attention.info, self.choice.card)
         self.schedule = schedules.schedule(self.choice, options, num_ctas, clusters)
-        self.most_pieces_merged = MOST_PIECES_MERGED if self._leaves_merges(device) else 0
+        self.most_merge_rounds = MOST_MERGE_ROUNDS if self._leaves_merges(device) else 0
         self.merge, self.most_merge_ctas = self._find_merge(device)
         rows, columns = self.schedule.merge_rows, options.head_dim_vo
         self.merge_ctas = rows * -(-columns // MERGE_COLUMNS)  # of an item, if each row has one
@@ -106,22 +106,23 @@ class PreparedKernels:
     def merges_after(self, result: native.PlanResult) -> int:
         """Merges of a plan for a launch after the attention kernel."""
         is_merged = result.cluster_size and self.attention.info.cluster_rows  # by the clusters
-        return 0 if is_merged or result.most_pieces <= self.most_pieces_merged else result.num_merges
+        return 0 if is_merged or result.most_merge_rounds <= self.most_merge_rounds else result.num_merges
 
     def _leaves_merges(self, device: torch.device) -> bool:
         """Whether the attention launch merges units itself, except those of many pieces, and the options have such:
-        with few KV heads, or with pieces of a fixed length."""
+        with few KV heads or many rows, or with pieces of a fixed length."""
         if device.type != "cuda" or not self.choice.kernel.merges_in_launch:
             return False
         options, schedule = self.options, self.schedule
         rows = min(options.uniform_q_len * options.group_size or schedule.tile_q, schedule.tile_q)
-        has_many = options.fixed_piece_tokens > 0 or schedule.num_ctas > MOST_PIECES_MERGED * options.num_kv_heads
-        return rows > MOST_ROWS_OF_ONE_CTA and has_many
+        most_pieces = schedule.num_ctas // options.num_kv_heads
+        rounds = native.load().fp_merge_rounds(most_pieces, rows * schedule.row_jobs)
+        return options.fixed_piece_tokens > 0 or rounds > MOST_MERGE_ROUNDS
 
     def _find_merge(self, device: torch.device) -> tuple[int | None, int]:
         """The kernel that merges after the attention launch, None if that launch merges all units itself; and its
         largest number of CTAs."""
-        if self.choice.kernel.merges_in_launch and not self.most_pieces_merged:
+        if self.choice.kernel.merges_in_launch and not self.most_merge_rounds:
             return None, 0
         out_dtype = self.options.out_dtype
         if device.type == "cpu":

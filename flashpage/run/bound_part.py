@@ -48,7 +48,7 @@ class BoundPart:
         params.plan = merge.plan = plan + part.offset
         params.partial_out = merge.partial_out = partial_out + row * self._options.head_dim_vo * 4
         params.partial_lse = merge.partial_lse = partial_lse + row * 4
-        params.most_pieces_merged = merge.most_pieces_merged = part.prepared.most_pieces_merged
+        params.most_merge_rounds = merge.most_merge_rounds = part.prepared.most_merge_rounds
 
     def use_boxes(self, prepared: PreparedKernels, views: dict[str, View], gathered: Copy | None) -> None:
         """Boxes for the kernel's loader. A dimension of one token has a separate stride (tensor_maps.box_form)."""

@@ -85,18 +85,18 @@ def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster_size", "most_pieces", "merged"), [(0, 0, (0, 1)), (0, 2, (1,)), (0, 3, ()), (2, 0, ())]
+    ("cluster_size", "most_rounds", "merged"), [(0, 0, (0, 1)), (0, 1, (1,)), (0, 2, ()), (2, 0, ())]
 )
-def test_what_the_attention_launch_has_merged(cluster_size: int, most_pieces: int, merged: tuple[int, ...]) -> None:
-    """Units of at most so many pieces, and all those of a plan of clusters."""
+def test_what_the_attention_launch_has_merged(cluster_size: int, most_rounds: int, merged: tuple[int, ...]) -> None:
+    """Units of at most so many rounds, and all those of a plan of clusters."""
     items = np.zeros(2, records.MERGE_ITEM)
-    items["num_partials"], items["num_rows"], items["partial_stride"] = (2, 3), 1, 1
-    items["q_begin"], items["partial_row"] = (0, 1), (0, 2)
+    items["num_partials"], items["num_rows"], items["partial_stride"] = (8, 9), 1, 1
+    items["q_begin"], items["partial_row"] = (0, 1), (0, 8)
     header = np.zeros(1, records.PLAN_HEADER)
     header["num_merges"], header["merge_rows"], header["merges_offset"] = len(items), 1, header.itemsize
     header["cluster_size"] = cluster_size
     plan = np.concatenate([header.view(np.uint8), items.view(np.uint8)])
-    partials, lse = np.ones((5, 64), np.float32), np.zeros(5, np.float32)
+    partials, lse = np.ones((17, 64), np.float32), np.zeros(17, np.float32)
     out = torch.full((2, 1, 64), torch.nan, dtype=torch.bfloat16)
     params = native.MergeParams(
         plan=plan.ctypes.data,
@@ -108,7 +108,7 @@ def test_what_the_attention_launch_has_merged(cluster_size: int, most_pieces: in
         head_dim_vo=64,
         num_q_heads=1,
         group=native.make_fast_div(1),
-        most_pieces_merged=most_pieces,
+        most_merge_rounds=most_rounds,
     )
     library("Bf16", 0).merge(ctypes.byref(params), 2)
     assert [i for i in range(2) if not out[i].isnan().any()] == list(merged)

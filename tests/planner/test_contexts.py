@@ -30,6 +30,11 @@ DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1
 LATENT = Options("latent", 128, 1, 576, 512, 64, BF16, BF16, BF16, causal=True)
 
 
+def class_of(lengths: ContextLengths, requests: int, rows: int, tokens: int) -> ContextClass:
+    """The class of equal requests with so many rows and tokens in total."""
+    return lengths.of([rows // requests] * requests, [tokens // requests] * requests)
+
+
 def usual_and(
     contexts: ContextClass, changed: dict[str, Any], variant: VariantSpec
 ) -> tuple[choose.KernelChoice, choose.KernelChoice]:
@@ -46,13 +51,15 @@ def usual_and(
         ({}, 1600, 1600, True),  # a row sees 800 tokens on average, for four heads
         ({}, 1500, 1500, False),
         ({}, 256, 4096, True),
-        ({}, 200, 4096, False),  # fewer than 1,024 packed rows
+        ({}, 200, 4096, False),  # 800 packed rows: three pairs of tiles and half of one
+        ({}, 64, 4096, True),  # 256: one pair
+        ({}, 96, 4096, False),  # 384: one and a half
         ({"causal": False}, 800, 800, True),
         ({"num_kv_heads": 8}, 4096, 4096, False),
         ({"num_kv_heads": 8}, 7000, 7000, True),
         ({"window_left": 600}, 4096, 4096, False),
         ({"window_left": 800}, 4096, 4096, True),
-        ({"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3}, 800, 800, True),
+        ({"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3}, 1024, 1024, True),
         ({"fixed_piece_tokens": 256}, 4096, 4096, False),
         ({"uniform_q_len": 4096}, 4096, 4096, False),
     ],
@@ -61,8 +68,8 @@ def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, t
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=8, num_kv_heads=2)
     options = dataclasses.replace(options, **changed)
     lengths = ContextLengths(options, devices.H200)
-    assert (lengths.of(3, 3 * rows, 3 * tokens) is ContextClass.LONG) is is_long
-    assert lengths.of(0, 0, 0) is ContextClass.USUAL
+    assert (class_of(lengths, 3, 3 * rows, 3 * tokens) is ContextClass.LONG) is is_long
+    assert lengths.of([], []) is ContextClass.USUAL
 
 
 @pytest.mark.parametrize(
@@ -73,7 +80,7 @@ def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, t
         ({"q_dtype": DType.FLOAT16, "kv_dtype": DType.FLOAT16}, VariantSpec(), 128, True),
         ({"page_size": 1}, VariantSpec(), 160, False),
         ({"has_mask": True}, VariantSpec(), 160, False),
-        ({}, builtin(soft_cap=30.0).spec, 160, False),
+        ({}, builtin(soft_cap=30.0).spec, 80, False),
         ({"head_dim_qk": 192}, VariantSpec(), 128, False),
     ],
 )
@@ -128,23 +135,64 @@ def test_few_rows_have_tiles_of_one_warpgroup(
 def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has_them: bool) -> None:
     options = dataclasses.replace(DECODE, uniform_q_len=0, num_q_heads=8, num_kv_heads=2)
     lengths = ContextLengths(dataclasses.replace(options, **changed), devices.H200)
-    assert lengths.has_few == has_them
-    sizes = ((1, 2112, 1200), (10, 20480, 1600), (1, 2113, 1200), (1, 2112, 1201), (10, 20480, 1601), (2, 32, 200))
+    assert (ContextClass.FEW in lengths.classes) == has_them
+    sizes = ((1, 2112, 1200), (10, 20480, 1600), (1, 2113, 1200), (1, 2112, 1201), (10, 20480, 1610), (2, 32, 200))
     few = [has_them, has_them, False, False, False, False]
-    assert [lengths.of(*size) is ContextClass.FEW for size in sizes] == few
+    assert [class_of(lengths, *size) is ContextClass.FEW for size in sizes] == few
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows", "tile_q"),
+    [
+        ({"head_dim_qk": 64, "head_dim_vo": 64}, 32, 128),  # one tile, which would be 192
+        ({"head_dim_qk": 64, "head_dim_vo": 64}, 48, 192),
+        ({"head_dim_qk": 64, "head_dim_vo": 64}, 60, 128),
+        ({"head_dim_qk": 64, "head_dim_vo": 64}, 1000, 192),
+        ({"head_dim_qk": 96, "head_dim_vo": 96}, 20, 128),
+        ({"has_soft_cap": True}, 64, 128),
+        ({"has_soft_cap": True}, 48, 192),
+        ({"has_soft_cap": True, "page_size": 1}, 48, 128),
+        ({"num_kv_heads": 4, "head_dim_qk": 64, "head_dim_vo": 64}, 24, 192),  # groups of eight
+        ({}, 48, 128),
+    ],
+)
+def test_rows_that_fill_shorter_tiles_have_them(changed: dict[str, Any], rows: int, tile_q: int) -> None:
+    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, **changed)
+    contexts = ContextLengths(options, devices.H200).of([rows] * 200, [5000] * 200)
+    variant = builtin(soft_cap=30.0).spec if options.has_soft_cap else VariantSpec()
+    problem = Problem(options, choose.packed_rows(options, 1, rows), contexts=contexts)
+    spec = choose.choose_for_card(problem, devices.H200, variant).spec
+    assert (spec.kernel, spec.rows // spec.ctas) == ("prefill_sm90", tile_q)
+
+
+def test_a_batchs_class_is_that_of_most_rows() -> None:
+    """One prompt has nearly all rows, which see many tokens; most requests are short."""
+    lengths = ContextLengths(dataclasses.replace(DECODE, uniform_q_len=0, causal=True), devices.H200)
+    assert lengths.of([4096] + [20] * 50, [4096] + [20] * 50) is lengths.of([4096], [4096])
+    assert lengths.of([20] * 51, [20] * 51) is ContextClass.FEW
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(9000, 128), (8000, 120)])
+def test_units_of_long_contexts_have_rows_of_part_of_a_group(tokens: int, rows: int) -> None:
+    """Wide heads in groups of 12: whole rows of the group leave eight rows of a tile unused."""
+    options = dataclasses.replace(DECODE, uniform_q_len=0, num_q_heads=96, head_dim_qk=256, head_dim_vo=256)
+    contexts = ContextLengths(options, devices.H200).of([512] * 4, [tokens] * 4)
+    choice = choose.choose_for_card(Problem(options, 1 << 13, contexts=contexts), devices.H200)
+    assert choice.spec.kernel == "prefill_sm90"
+    assert schedules.schedule(choice, options, 132).tile_q == rows
 
 
 def test_classes_are_those_of_the_cards_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cards without prefill_sm90 have one class; a new kernel brings its own classes."""
     options, batch = dataclasses.replace(DECODE, uniform_q_len=0, causal=True), (3, 3 * 4096, 3 * 4096)
-    assert ContextLengths(options, devices.named("H20")).of(*batch) is ContextClass.LONG
+    assert class_of(ContextLengths(options, devices.named("H20")), *batch) is ContextClass.LONG
     for card in (devices.CPU, devices.named("A100"), devices.named("B200")):
-        assert ContextLengths(options, card).of(*batch) is ContextClass.USUAL
+        assert class_of(ContextLengths(options, card), *batch) is ContextClass.USUAL
     row = context_row(ContextClass.SHORT, ANY_ROWS, 0, most_tokens=4096)
     added = dataclasses.replace(attention_sm80.KERNEL, name="added", archs=(80,), context_rows=lambda *_: [row])
     monkeypatch.setattr(context_lengths, "ATTENTION", [added, *ATTENTION])
-    assert ContextLengths(options, devices.named("A100")).of(*batch) is ContextClass.SHORT
-    assert ContextLengths(options, devices.named("H20")).of(*batch) is ContextClass.LONG
+    assert class_of(ContextLengths(options, devices.named("A100")), *batch) is ContextClass.SHORT
+    assert class_of(ContextLengths(options, devices.named("H20")), *batch) is ContextClass.LONG
 
 
 @pytest.mark.parametrize(
@@ -156,7 +204,8 @@ def test_classes_are_those_of_the_cards_kernels(monkeypatch: pytest.MonkeyPatch)
         ({"head_dim_qk": 64, "head_dim_vo": 64}, VariantSpec(), False),
         ({"page_size": 1}, VariantSpec(), False),
         ({"has_mask": True}, VariantSpec(), False),
-        ({}, builtin(soft_cap=30.0).spec, True),
+        ({}, builtin(soft_cap=30.0).spec, False),
+        ({"kv_source": "ragged", "page_size": 0}, builtin(soft_cap=30.0).spec, True),
         ({}, VariantSpec(mask="kv_idx % 2 == 0"), False),
         ({"kv_dtype": DType.FLOAT8_E4M3}, VariantSpec(), False),
         ({"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3, "head_dim_vo": 64}, VariantSpec(), True),
@@ -192,7 +241,7 @@ def test_row_tiles_of_equal_requests_are_computed_side_by_side(
 ) -> None:
     """Latent rows: 128 rows are a row tile of a pair of CTAs. What the lengths say and what options say is the same."""
     options, card = dataclasses.replace(LATENT, num_q_heads=heads), devices.named("H100")
-    contexts = ContextLengths(options, card).of(3, 3 * rows, 3 * 4096, are_equal)
+    contexts = ContextLengths(options, card).of([rows] * 3 if are_equal else [1, rows, 2 * rows - 1], [4096] * 3)
     problems = [Problem(options, choose.packed_rows(options, 3, 3 * rows), contexts=contexts)]
     if are_equal:
         known = dataclasses.replace(options, uniform_q_len=rows)
@@ -252,7 +301,12 @@ def test_given_lengths_count_and_not_the_room_of_their_pages(dtype: torch.dtype)
     wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     q_indptr, kv_indptr = torch.tensor([0, 5, 7], dtype=dtype), torch.tensor([0, 100, 200], dtype=dtype)
     lens, pages = torch.tensor([40, 17], dtype=dtype), torch.zeros(200, dtype=torch.int32)
-    for given, expected in ((lens, 57), (None, 3200)):
+    short = context_row(ContextClass.SHORT, ANY_ROWS, 0, most_tokens=40)
+    table = native.ContextTable((native.ContextRow * 16)(short), 1, 2)
+    for given, expected in ((lens, ContextClass.SHORT), (None, ContextClass.USUAL)):
         last = torch.full((2,), 16, dtype=dtype)
         wrapper.plan(q_indptr, kv_indptr, pages, last, 2, 1, 64, 16, q_data_type=torch.float32, seq_lens=given)
-        assert wrapper._attention.session.batch.tokens(16) == expected
+        options = wrapper._attention.session.active[0]
+        options.call.context_table = ctypes.addressof(table)
+        assert options._contexts.of_batch(ctypes.addressof(options.call)) is expected
+        options.call.context_table = options._contexts.address

@@ -14,7 +14,8 @@ from planner_batches import typical_rows
         ([1, 53], [641, 19873], {}, 64),
         ([1] * 61 + [187], [6] * 61 + [6454], {"group": 16}, 8),  # a tile of 128
         ([1] * 7 + [9], [38582] * 7 + [318], {"group": 4}, 2),  # many rows, but of few tokens: the average
-        ([1] * 7 + [9], [38582] * 8, {"group": 4, "window_left": 0}, 16),  # the rows' windows decide
+        ([1] * 2 + [9], [38582] * 3, {"group": 4, "window_left": 20479}, 16),  # the rows' windows decide
+        ([1] * 7 + [9], [318] * 7 + [4582], {"group": 4}, 2),  # too few tokens to save
         ([4] * 8, [100] * 8, {"group": 4}, 4),
         ([100, 300], [1000, 3000], {"group": 8}, 200),  # no larger tiles to choose from
         ([0, 0], [5, 5], {}, 1),

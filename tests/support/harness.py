@@ -25,7 +25,7 @@ from cases.variants import VARIANTS
 from comparison import GUARD_BYTES, GUARD_VALUE, Outputs, Report, compare
 from inputs import Inputs, is_ragged, make_inputs, out_scale, pack_bits, reference_states
 
-from flashpage.kernels.context_classes import ContextClass
+from flashpage.kernels.context_classes import CLASSES, ContextClass
 from flashpage.kernels.context_lengths import ContextLengths
 
 WRAPPERS = {
@@ -278,16 +278,20 @@ class Runner:
 @contextlib.contextmanager
 def contexts_of_plans(*, may_be_few: bool = True) -> Iterator[set[ContextClass]]:
     """Replaces the class of contexts that plans find. Most cases have few rows; larger batches choose it otherwise."""
-    found, original = set(), ContextLengths.of
+    found, original = set(), ContextLengths.of_batch
+    few = CLASSES.index(ContextClass.FEW)
 
-    def of(lengths: ContextLengths, *sizes: Any) -> ContextClass:
-        few = lengths.table.rows[0]
-        most, few.most_rows = few.most_rows, few.most_rows if may_be_few else 0
-        found.add(contexts := original(lengths, *sizes))
-        few.most_rows = most
+    def of(lengths: ContextLengths, call: int) -> ContextClass:
+        rows = [row for row in lengths.table.rows[: lengths.table.count] if row.contexts == few]
+        limits = [row.most_rows for row in rows]
+        for row in rows if not may_be_few else ():
+            row.most_rows = 0
+        found.add(contexts := original(lengths, call))
+        for row, limit in zip(rows, limits, strict=True):
+            row.most_rows = limit
         return contexts
 
-    with mock.patch.object(ContextLengths, "of", of):
+    with mock.patch.object(ContextLengths, "of_batch", of):
         yield found
 
 

@@ -60,6 +60,7 @@ class Cutting:
     max_pieces: int = 0
     fixed_piece_tokens: int = 0
     merge_rows: int = 8
+    row_jobs: int = 1
     wave_tokens: int = 0
     are_claimed: int = 0
     clusters: tuple[int, ...] = (0,) * 5

@@ -311,7 +311,7 @@ def plan_lengths(
     pieces = whole("fixed_piece_tokens", fixed_piece_tokens, SPLIT_NEVER)
     options = dataclasses.replace(options, fixed_piece_tokens=pieces)
     card = (card or devices.H200) if backend == "cuda" else devices.CPU
-    contexts = ContextLengths(options, card).of(len(rows), sum(rows), sum(kv_lens), len({n for n in rows if n}) <= 1)
+    contexts = ContextLengths(options, card).of(rows, kv_lens)
     problem = Problem(options, choose.packed_rows(options, len(rows), sum(rows)), contexts=contexts)
     choice, schedule = schedule_on_card(problem, card, num_ctas, tile=tile, cost=cost, clusters=clusters)
     result, data = plan_arrays(options, schedule, rows, kv_lens)

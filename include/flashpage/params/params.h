@@ -61,8 +61,9 @@ struct AttentionParams {
   i32 out_box_rows;    // rows of out in one box, counted as query_box_rows; 0: out is not stored by boxes
   i32 cta_rows;  // packed rows of a unit that one CTA has: a whole tile, or the largest number that consists of whole
                  // rows
-  float tail_scale;  // latent rows in fp8: the float scale of the columns that K alone has, relative to the others
-  i32 most_pieces_merged;  // the attention launch leaves units of more pieces to the merge kernel; 0: it leaves none
+  float tail_scale;       // latent rows in fp8: the float scale of the columns that K alone has, relative to the others
+  i32 most_merge_rounds;  // the attention launch leaves units of more merge_rounds to the merge kernel; 0: it leaves
+                          // none
   const float* out_scale;  // divides fp8 outputs: a device scalar (a float divides value_scale); null: 1
 };
 
@@ -105,7 +106,7 @@ struct MergeParams {
   i32 head_dim_vo;
   i32 num_q_heads;
   FastDiv group;
-  i32 most_pieces_merged;  // the attention launch has merged units of at most so many; 0: none
+  i32 most_merge_rounds;   // the attention launch has merged units of at most so many merge_rounds; 0: none
   i32 is_batch_invariant;  // a row's sums do not depend on the batch's other rows
 };
 

@@ -30,6 +30,7 @@ struct Schedule {
   i32 max_pieces;        // of one unit; 0: no limit; a fixed split ignores it
   i32 fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balanced
   i32 merge_rows;          // packed rows of a merge item, at most
+  i32 row_jobs;            // of a merged row: 128 columns each
   i32 wave_tokens;         // tokens of a KV head that the L2 holds: CTAs read about so many at a time; 0: no waves
   i32 are_claimed;  // 1: CTAs claim units at run time, wherever the plan puts them (tile/mask/); if there are many,
                     // they are not cut

@@ -46,6 +46,13 @@ struct alignas(16) MergeItem {
 };
 static_assert(sizeof(MergeItem) == 32);
 
+// How often a CTA of eight warps waits for loads when it merges so many partials in `jobs`, which are rows or 128
+// columns of them (tile/merge/arrival_merge.h): eight loads of a warp are in flight at once.
+FP_HOST_DEVICE constexpr i32 merge_rounds(i32 partials, i32 jobs) {
+  if (jobs <= 8) return ceil_div(partials, 8);
+  return jobs <= 16 ? ceil_div(partials, 4) : ceil_div(partials, 2) * ceil_div(jobs, 32);
+}
+
 // The work of one CTA: items [begin, end), adjusted by this CTA's place in its lane.
 struct alignas(16) CtaItems {
   i32 begin;

@@ -116,6 +116,12 @@ class Writer {
     }
   }
 
+  // merge_rounds of a cut unit's largest merge item.
+  i32 rounds_of(i32 index) const {
+    const CutUnit& unit = memory_.units[index];
+    return merge_rounds(unit.pieces, min_of(rows_of(unit.at), schedule_.merge_rows) * schedule_.row_jobs);
+  }
+
   // The header of the whole plan. Numbers that may not fit its 32 bits are returned in 64 bits by the two functions
   // below.
   FP_HOST_DEVICE PlanHeader header() const {

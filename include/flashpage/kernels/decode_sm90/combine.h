@@ -155,9 +155,10 @@ struct DecodeCombine {
     });
   }
 
-  // Whether the merge kernel merges the unit: one CTA would take long for many pieces.
+  // Whether the merge kernel merges the unit: one CTA would take long for many pieces of many rows.
   FP_DEVICE bool leaves(const MergeItem& merge) const {
-    return params.most_pieces_merged > 0 && merge.num_partials > params.most_pieces_merged;
+    const i32 jobs = merge.num_rows * ceil_div(Traits::head_dim_vo, 128);
+    return params.most_merge_rounds > 0 && merge_rounds(merge.num_partials, jobs) > params.most_merge_rounds;
   }
 
   FP_DEVICE void merge() {

@@ -29,7 +29,7 @@ struct Merge {
   static constexpr int shared_bytes = sizeof(Shared);
 
   FP_DEVICE static void run(const MergeParams& params) {
-    ptx::grid_dependency_wait();
+    // The plan is there: what wrote it had ended before the attention launch let this one begin.
     const PlanHeader* plan = params.plan;
     const MergeItem* merges = plan_merges(plan);
     const i32 rows = plan->cluster_size > 0 ? 0 : plan->num_merges * plan->merge_rows;  // clusters merge their units
@@ -42,11 +42,14 @@ struct Merge {
     const int warp = threadIdx.x / 32;
     const i32 cta_rows = warps >> shift, shares = ceil_div(plan->merge_rows, cta_rows);  // CTAs of an item's rows
     const i32 all = rows == 0 ? 0 : plan->num_merges * shares * parts;
+    MergeItem next = blockIdx.x < all ? merges[blockIdx.x / parts / shares] : MergeItem{};
+    ptx::grid_dependency_wait();
     for (i32 i = blockIdx.x; i < all; i += gridDim.x) {
       const i32 share = i / parts, first = i % parts * columns_a_step;
-      const MergeItem item = merges[share / shares];
-      const i32 row = share % shares * cta_rows;
-      if (row >= item.num_rows || item.num_partials <= params.most_pieces_merged) continue;
+      const i32 row = share % shares * cta_rows, following = i + gridDim.x;
+      const MergeItem item = next;
+      if (following < all) next = merges[following / parts / shares];
+      if (row >= item.num_rows || is_merged(params, item)) continue;
       if (is_divided || shift > 0) {
         merge_together(params, item, row + (warp >> shift), first, warp, shift);
       } else if (row + warp < item.num_rows) {
@@ -57,6 +60,11 @@ struct Merge {
   }
 
  private:
+  FP_DEVICE static bool is_merged(const MergeParams& params, const MergeItem& item) {
+    const i32 jobs = item.num_rows * ceil_div(params.head_dim_vo, columns_a_step);
+    return params.most_merge_rounds > 0 && merge_rounds(item.num_partials, jobs) <= params.most_merge_rounds;
+  }
+
   // Sums some partials of a row in `steps` times 128 columns, `size` partials at the same time.
   template <int steps, int size>
   FP_DEVICE static void sum_partials(float4 (&sums)[steps], MergeWeights& weights, const MergeParams& params,

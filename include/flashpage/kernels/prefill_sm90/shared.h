@@ -48,7 +48,9 @@ struct PrefillWarps {
   static constexpr int place_readers =  // the loading warps that read places are included
       computing + (Traits::loader == Loader::boxes && !rotates ? 3 : 4);
   // Three warpgroups of wide heads, as soft caps have them, leave 32.
-  static constexpr int loading_registers = rotates ? 88 : groups == 3 && Traits::head_dim_vo > 96 ? 32 : 56;
+  static constexpr int loading_registers = rotates                                                           ? 88
+                                           : groups == 3 && Traits::head_dim_vo > 96 && Traits::tile_kv > 64 ? 32
+                                                                                                             : 56;
   // An SM has 512 registers for a thread of each warpgroup together; setmaxnreg takes multiples of eight.
   static constexpr int computing_registers = (512 / Traits::ctas_per_sm - loading_registers) / groups / 8 * 8;
   static_assert(groups == 2 || (groups <= 3 && !converts && !transposes && !rotates));

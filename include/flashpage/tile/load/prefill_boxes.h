@@ -19,8 +19,12 @@ namespace flashpage {
 template <class Traits, class Rows, int tokens>
 struct PrefillBoxes {
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
-  // Whether loading warps also rotate rows, which takes their registers.
-  static constexpr bool also_rotates = Traits::position_encoding == PositionEncoding::rope;
+  // Whether loading warps have few registers: they also rotate rows, or three warpgroups take most of them for wide
+  // accumulators.
+  static constexpr bool lacks_registers = Traits::position_encoding == PositionEncoding::rope ||
+                                          (Traits::tile_q / Traits::ctas > 128 && Traits::head_dim_vo > 96);
+
+  static constexpr bool finds_rows_again = paged && lacks_registers;  // rather than keep those that look_up found
 
   // K or V of one unit.
   struct Source {
@@ -61,20 +65,23 @@ struct PrefillBoxes {
     source.found_next = look_up(source, next);
   }
 
-  // Issues the copies of the next tile and looks up the pages of tile `ahead`, two tiles later. `barrier` expects one
+  // Issues the copies of tile `now` and looks up the pages of tile `ahead`, two tiles later. `barrier` expects one
   // arrival plus the bytes.
-  FP_DEVICE void load(Source& source, int ahead, u32 to, u32 barrier) const {
+  FP_DEVICE void load(Source& source, int now, int ahead, u32 to, u32 barrier) const {
     if (ptx::elect_one()) ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
     __syncwarp();
     int boxes = tokens >> box_shift;
-    if constexpr (has_mask_tiles<Traits> || also_rotates) boxes = ptx::opaque(boxes);  // few registers are free
+    if constexpr (has_mask_tiles<Traits> || lacks_registers) boxes = ptx::opaque(boxes);  // few registers are free
     const Share mine = share(boxes);
     // Opaque as well: if unrolled, the loop would take more registers.
-    const auto step = [&](int i) { return also_rotates ? static_cast<int>(ptx::opaque(i + 1)) : i + mine.box_step; };
+    const auto step = [&](int i) {
+      return lacks_registers ? static_cast<int>(ptx::opaque(i + mine.box_step())) : i + mine.box_step();
+    };
 #pragma unroll 1
-    for (int i = mine.first_box; i < boxes; i = step(i)) {
+    for (int i = mine.first_box(); i < boxes; i = step(i)) {
       const i32 page = paged ? __shfl_sync(0xffffffff, source.found.page, i) : 0;
-      const i32 row = __shfl_sync(0xffffffff, source.found.row, i);
+      const i32 row = finds_rows_again ? row_of(source.first_token + now * tokens + (i << box_shift))
+                                       : __shfl_sync(0xffffffff, source.found.row, i);
       const u32 box = to + (i * 128 << box_shift);
       if (ptx::elect_one()) {
 #pragma unroll
@@ -93,7 +100,7 @@ struct PrefillBoxes {
     return token < source.kv_begin || (token + tokens > source.kv_end && (source.kv_end - token & in_box) != 0);
   }
   // Sets rows that the unit does not see to zero. If warps alternate in groups of 32 rows, each clears its own rows.
-  FP_DEVICE void clear_hidden(const Source& source, int tile, u8* to, int warp = 0, int warps = 1) const {
+  FP_DEVICE void clear_hidden(const Source& source, int tile, u32 to, int warp = 0, int warps = 1) const {
     const i32 token = source.first_token + tile * tokens, in_box = (1 << box_shift) - 1;
     const i32 end = max_of(0, source.kv_end - token);
     clear(to, 0, source.kv_begin - token, warp, warps);
@@ -106,16 +113,16 @@ struct PrefillBoxes {
   // The boxes that a CTA copies of a tile. CTAs of a pair copy every second box for both, or every second panel of
   // columns if the number of boxes is odd.
   struct Share {
-    int first_box = 0, box_step = 1;
-    u32 panels = ~0u;  // bits of panels
+    int rank = 0;
+    bool by_panels = false;
 
-    FP_DEVICE bool has_panel(int panel) const { return Traits::ctas == 1 || (panels >> panel & 1); }
+    FP_DEVICE int first_box() const { return by_panels ? 0 : rank; }
+    FP_DEVICE int box_step() const { return Traits::ctas == 1 || by_panels ? 1 : 2; }
+    FP_DEVICE bool has_panel(int panel) const { return Traits::ctas == 1 || !by_panels || panel % 2 == rank; }
   };
   FP_DEVICE static Share share(int boxes) {
     if constexpr (Traits::ctas == 1) return {};
-    const int rank = static_cast<int>(ptx::cluster_rank());
-    if (Rows::panels % 2 == 0 && boxes % 2 == 1) return {0, 1, 0x55555555u << rank};
-    return {rank, 2, ~0u};
+    return {static_cast<int>(ptx::cluster_rank()), Rows::panels % 2 == 0 && boxes % 2 == 1};
   }
   FP_DEVICE void copy(u32 to, u32 barrier, int panel, i32 row, i32 kv_head, i32 page) const {
     const int column = panel * Rows::panel_columns;
@@ -126,22 +133,28 @@ struct PrefillBoxes {
     }
   }
 
-  // Opaque if rows are rotated: values derived from the lane are then computed where they are used.
-  FP_DEVICE static int lane() { return (also_rotates ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32; }
+  FP_DEVICE i32 row_of(i32 token) const {
+    u32 page, row;
+    params.page.divmod(token, page, row);
+    return static_cast<i32>(row);
+  }
+
+  // Opaque if registers are few: values derived from the lane are then computed where they are used.
+  FP_DEVICE static int lane() { return (lacks_registers ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32; }
   FP_DEVICE static i32 box_tokens(const AttentionParams& params) {
-    if constexpr (also_rotates) {
+    if constexpr (lacks_registers) {
       return static_cast<i32>(ptx::opaque(params.box_tokens));
     } else {
       return params.box_tokens;
     }
   }
 
-  FP_DEVICE static void clear(u8* to, int begin, int end, int warp, int warps) {
+  FP_DEVICE static void clear(u32 to, int begin, int end, int warp, int warps) {
     for (int i = lane(); i < (end - begin) * 8; i += 32) {
       if ((begin + i / 8) / 32 % warps != warp) continue;
 #pragma unroll
       for (int panel = 0; panel < Rows::panels; ++panel)
-        *reinterpret_cast<uint4*>(to + panel * Rows::panel_bytes + begin * 128 + i * 16) = make_uint4(0, 0, 0, 0);
+        ptx::store_shared(to + panel * Rows::panel_bytes + begin * 128 + i * 16, 0, 0, 0, 0);
     }
   }
 

@@ -21,7 +21,7 @@ FP_DEVICE bool is_last_arrival(u32* counter, i32 num_pieces) {
 }
 
 // A job is one row and 128 columns. If there are more warps than jobs, several share one, and each sums some of the
-// partials. If there are more jobs, a warp does four at a time.
+// partials. If there are more jobs, a warp does two or four at a time. merge_rounds counts its loads.
 template <class Traits, int warps>
 struct ArrivalMerge {
   using Out = typename Traits::Out;
@@ -66,18 +66,6 @@ struct ArrivalMerge {
   }
 
  private:
-  FP_DEVICE void run_many(int jobs, int begin, int step) const {
-    constexpr int together = 4;
-#pragma unroll 1
-    for (int first = begin; first < jobs; first += together * step) {
-      Job mine[together] = {Job(*this, first), Job(*this, first + step), Job(*this, first + 2 * step),
-                            Job(*this, first + 3 * step)};
-      sum_partials(mine, 0, 0);
-#pragma unroll
-      for (const Job& job : mine) write(job);
-    }
-  }
-
   struct Job {
     int row;
     int column;           // the lane's first column
@@ -95,6 +83,28 @@ struct ArrivalMerge {
       lses = of.params.partial_lse + first;
     }
   };
+
+  FP_DEVICE void run_many(int jobs, int begin, int step) const {
+    constexpr bool are_few = Traits::tile_q * jobs_a_row <= 32;
+#pragma unroll 1
+    for (int first = begin; first < jobs; first += (are_few ? 2 : 4) * step) {
+      if constexpr (are_few) {
+        Job mine[] = {Job(*this, first), Job(*this, first + step)};
+        sum_and_write(mine);
+      } else {
+        Job mine[] = {Job(*this, first), Job(*this, first + step), Job(*this, first + 2 * step),
+                      Job(*this, first + 3 * step)};
+        sum_and_write(mine);
+      }
+    }
+  }
+
+  template <int count>
+  FP_DEVICE void sum_and_write(Job (&mine)[count]) const {
+    sum_partials(mine, 0, 0);
+#pragma unroll
+    for (const Job& job : mine) write(job);
+  }
 
   // Sums a warp's share of the partials for all of its jobs at once.
   template <int count>

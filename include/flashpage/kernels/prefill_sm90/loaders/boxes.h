@@ -36,7 +36,7 @@ struct BoxLoading : QueryLoader<Traits> {
       prefetch_bits(unit_use, visits);
       shared.key_ring.wait_empty(use);
       this->describe_tile(use, visits);
-      tiles.load(source, visits.ahead(), ptx::shared_address(shared.keys[shared.key_ring.slot(use)]),
+      tiles.load(source, visits.now(), visits.ahead(), ptx::shared_address(shared.keys[shared.key_ring.slot(use)]),
                  shared.key_ring.full_barrier(use));
       ++use;
     });
@@ -47,16 +47,13 @@ struct BoxLoading : QueryLoader<Traits> {
     u32 use = 0, phases = 0;  // phases: of the edge barriers, a bit for each
     this->for_each_tile(tiles, [&](typename ValueTiles::Source& source, Visits& visits, u32) {
       shared.value_ring.wait_empty(use);
-      const u32 slot = shared.value_ring.slot(use), edge_slot = slot % Shared::edges;
-      u8* to = shared.values[slot];
-      const u32 full = shared.value_ring.full_barrier(use++), edge = ptx::shared_address(&shared.edge[edge_slot]);
       const bool has_hidden = tiles.has_hidden(source, visits.now());
-      tiles.load(source, visits.ahead(), ptx::shared_address(to), has_hidden ? edge : full);
-      if (!has_hidden) return;
-      ptx::mbarrier_wait(edge, phases >> edge_slot & 1);  // a probability of zero would not hide NaN
-      phases ^= 1 << edge_slot;
-      tiles.clear_hidden(source, visits.now(), to);
-      if (lane == 0) ptx::mbarrier_arrive(full);
+      const u32 slot = shared.value_ring.slot(use);
+      tiles.load(source, visits.now(), visits.ahead(), ptx::shared_address(shared.values[slot]),
+                 has_hidden ? edge_of(slot) : shared.value_ring.full_barrier(use));
+      // A probability of zero would not hide NaN.
+      if (has_hidden) phases = clear_hidden(tiles, source, visits.now(), ptx::opaque(use), phases);
+      ++use;
     });
   }
 
@@ -77,6 +74,19 @@ struct BoxLoading : QueryLoader<Traits> {
   }
 
  private:
+  FP_DEVICE u32 edge_of(u32 slot) const { return ptx::shared_address(&shared.edge[slot % Shared::edges]); }
+
+  // Waits for a tile of values, clears its tokens that the unit does not see, and hands it over. Returns the next
+  // phases.
+  FP_DEVICE u32 clear_hidden(const ValueTiles& tiles, const typename ValueTiles::Source& source, int tile, u32 use,
+                             u32 phases) const {
+    const u32 slot = shared.value_ring.slot(use), edge_slot = slot % Shared::edges;
+    ptx::mbarrier_wait(edge_of(slot), phases >> edge_slot & 1);
+    tiles.clear_hidden(source, tile, ptx::shared_address(shared.values[slot]));
+    if (lane == 0) ptx::mbarrier_arrive(shared.value_ring.full_barrier(use));
+    return phases ^ 1 << edge_slot;
+  }
+
   // Prefetches the mask's bits of a mixed tile, before the tile's slot is free. The place is still valid, because the
   // unit's computing warps wait for this tile.
   FP_DEVICE void prefetch_bits(u32 unit_use, const Visits& visits) const {

@@ -35,7 +35,8 @@ struct TransposedLoading : BoxLoading<Traits> {
         tiles, [&](const Place& place, u32 unit_use) { this->query_and_plan(place, unit_use); },
         [&](typename ValueTiles::Source& source, Visits& visits, u32) {
           shared.staged_ring.wait_empty(use);
-          tiles.load(source, visits.ahead(), ptx::shared_address(shared.staged[shared.staged_ring.slot(use)]),
+          tiles.load(source, visits.now(), visits.ahead(),
+                     ptx::shared_address(shared.staged[shared.staged_ring.slot(use)]),
                      shared.staged_ring.full_barrier(use));
           ++use;
         });
@@ -48,7 +49,8 @@ struct TransposedLoading : BoxLoading<Traits> {
       u8* from = shared.staged[shared.staged_ring.slot(use)];
       shared.staged_ring.wait_full(use);
       if (tiles.has_hidden(source, visits.now()))  // a probability of zero would not hide NaN
-        tiles.clear_hidden(source, visits.now(), from, warp % Warps::transposing, Warps::transposing);
+        tiles.clear_hidden(source, visits.now(), ptx::shared_address(from), warp % Warps::transposing,
+                           Warps::transposing);
       shared.value_ring.wait_empty(use);
       Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(use)]),
                             warp % Warps::transposing, lane);
