@@ -46,7 +46,7 @@ struct fp_context_row {
   int32_t contexts;                  // the class
   int64_t most_rows;                 // of the batch
   double least_rows_of_request;      // of a row's request, on average
-  double least_tokens, most_tokens;  // seen by a row, on average
+  double least_tokens, most_tokens;  // seen by a row (contexts_of)
   int32_t has_equal_rows;            // 1: only batches whose requests with rows have equally many
   int32_t tile, usual_tile;          // not 0: only batches of which row tiles of `tile` packed rows compute at most
   double most_padding;               // so many times as much as tiles of `usual_tile`

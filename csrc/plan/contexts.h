@@ -1,6 +1,7 @@
 // The class of a batch by what its rows see (flashpage/kernels/context_classes.py).
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "flashpage/common/math.h"
@@ -23,22 +24,25 @@ double padding_of(const fp_context_row& row, double hidden, const Lengths& batch
   return usual > 0.0 ? other / usual : 1.0;
 }
 
-// `Lengths` has requests(), group(), and rows(i) and tokens(i) of a request.
+// `Lengths` has requests(), group(), and rows(i) and tokens(i) of a request. What a row sees is the geometric mean of
+// the mean over all rows and that over requests: one long prompt has most of the rows, and many short ones most of the
+// units.
 template <class Lengths>
 int32_t contexts_of(const fp_context_table& table, const Lengths& batch) {
   if (table.count == 0) return 0;
-  int64_t rows = 0, least = INT64_MAX, most = 0;
-  double seen = 0.0, rows_of_request = 0.0;  // sums over rows
+  int64_t rows = 0, requests = 0, least = INT64_MAX, most = 0;
+  double by_rows = 0.0, by_requests = 0.0, rows_of_request = 0.0;  // sums
   for (int32_t i = 0; i < batch.requests(); ++i) {
     const int64_t of_request = batch.rows(i);
     if (of_request <= 0) continue;
-    rows += of_request, least = std::min(least, of_request), most = std::max(most, of_request);
+    rows += of_request, ++requests, least = std::min(least, of_request), most = std::max(most, of_request);
     const double count = static_cast<double>(of_request);
-    rows_of_request += count * count;
-    seen += count * (static_cast<double>(batch.tokens(i)) - table.hidden * count);
+    const double seen = std::max(0.0, static_cast<double>(batch.tokens(i)) - table.hidden * count);
+    rows_of_request += count * count, by_rows += count * seen, by_requests += seen;
   }
   if (rows == 0) return 0;
-  seen /= static_cast<double>(rows), rows_of_request /= static_cast<double>(rows);
+  const double seen = std::sqrt(by_rows / static_cast<double>(rows) * (by_requests / static_cast<double>(requests)));
+  rows_of_request /= static_cast<double>(rows);
   for (int32_t i = 0; i < table.count; ++i) {
     const fp_context_row& row = table.rows[i];
     if (rows <= row.most_rows && rows_of_request >= row.least_rows_of_request && seen >= row.least_tokens &&

@@ -43,9 +43,9 @@ def context_row(
     has_equal_rows: bool = False,
     padding: Padding | None = None,
 ) -> native.ContextRow:
-    """The batches of a class: at most so many query rows, of requests with at least so many, and so many tokens that a
-    row sees, both on average over all rows. `has_equal_rows`: only batches whose requests have equally many rows. A
-    kernel lists its rows in AttentionKernel.context_rows."""
+    """The batches of a class: at most so many query rows, of requests with at least so many on average over all rows,
+    and so many tokens that a row sees (csrc/plan/contexts.h). `has_equal_rows`: only batches whose requests have
+    equally many rows. A kernel lists its rows in AttentionKernel.context_rows."""
     number = CLASSES.index(contexts)
     sizes = most_rows, least_rows_of_request, least_tokens, most_tokens
     return native.ContextRow(number, *sizes, has_equal_rows, *(padding or ()))

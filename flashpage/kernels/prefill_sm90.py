@@ -132,7 +132,7 @@ _LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
 _WIDEST_OF_PAIRS = 192
 # What tiles of pairs may compute in relation to those of single CTAs, as half of a request's last pair may be unused;
 # and what tiles of two warpgroups compute at most to be faster than those of three (docs/tried.md).
-_MOST_OF_PAIRS, _MOST_OF_SHORTER = 1.04, 0.92
+_MOST_OF_PAIRS, _MOST_OF_LONG_PAIRS, _LONG_FOR_PAIRS, _MOST_OF_SHORTER = 1.04, 1.1, 2048, 0.92
 # Tokens that a row sees; the second number applies if packed rows make at most two units for each SM. Shorter tiles
 # take 2 to 5% less time there, and 2% more elsewhere (docs/tried.md).
 _SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_ROWS_OF_SM = 320, 640, 2 * 128
@@ -142,8 +142,10 @@ _ROWS_OF_HALVES = 64  # packed rows of each of two CTAs on an SM: those of one w
 _CONTEXT_OF_FEWEST, _FEWEST_ROWS_OF_SM = 1200, 2 * _ROWS_OF_HALVES
 _CONTEXT_OF_HALVES = 160  # tokens that a row sees with which two CTAs on an SM are faster, however many rows there are
 _WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an SM's registers
-# Tokens that a row sees from which units of wide heads are full rather than whole rows of a group (docs/tried.md).
-_CONTEXT_OF_FULL_UNITS = 8192
+# Tokens that a row sees from which units of wide heads are full, if whole rows of a group would leave out so many
+# packed rows of a tile (docs/tried.md).
+_CONTEXT_OF_FULL_UNITS, _ROWS_LEFT_OUT = 8192, 5
+_CONTEXT_OF_SHORTER = 512  # tokens that a row sees from which tiles of two warpgroups may replace those of three
 
 
 def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
@@ -163,14 +165,19 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
         rows.append(context_row(ContextClass.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST))
         rows.append(context_row(ContextClass.FEW, ANY_ROWS, is_prefill, most_tokens=_CONTEXT_OF_HALVES))
     usual_tile = 192 if _may_be_taller(options) else 128
-    if usual_tile > 128:
+    if usual_tile > 128 and options.window_left < 0:
         shorter = Padding(128, usual_tile, _MOST_OF_SHORTER)
-        rows.append(context_row(ContextClass.PARTIAL, ANY_ROWS, is_prefill, padding=shorter))
-    if not has_short_window:
-        if max(options.head_dim_qk, options.head_dim_vo) > _WIDEST_OF_PAIRS:
-            least_tokens = _CONTEXT_OF_FULL_UNITS
-        pairs = Padding(2 * usual_tile, usual_tile, _MOST_OF_PAIRS)
-        rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=least_tokens, padding=pairs))
+        rows.append(
+            context_row(ContextClass.PARTIAL, ANY_ROWS, is_prefill, least_tokens=_CONTEXT_OF_SHORTER, padding=shorter)
+        )
+    if max(options.head_dim_qk, options.head_dim_vo) > _WIDEST_OF_PAIRS:
+        gains = 128 - whole_rows(128, group) >= _ROWS_LEFT_OUT and options.window_left < 0
+        if gains:
+            rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=_CONTEXT_OF_FULL_UNITS))
+    elif not has_short_window:
+        for least, most in ((least_tokens, _MOST_OF_PAIRS), (max(least_tokens, _LONG_FOR_PAIRS), _MOST_OF_LONG_PAIRS)):
+            pairs = Padding(2 * usual_tile, usual_tile, most)
+            rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=least, padding=pairs))
     if has_short:
         rows.append(context_row(ContextClass.SHORT, few_of_sm, is_prefill, most_tokens=_SHORT_CONTEXT_OF_FEW))
         rows.append(context_row(ContextClass.SHORT, ANY_ROWS, is_prefill, most_tokens=_SHORT_CONTEXT))

@@ -165,11 +165,12 @@ def test_rows_that_fill_shorter_tiles_have_them(changed: dict[str, Any], rows: i
     assert (spec.kernel, spec.rows // spec.ctas) == ("prefill_sm90", tile_q)
 
 
-def test_a_batchs_class_is_that_of_most_rows() -> None:
+def test_prompts_count_by_their_rows_as_well_as_by_their_number() -> None:
     """One prompt has nearly all rows, which see many tokens; most requests are short."""
     lengths = ContextLengths(dataclasses.replace(DECODE, uniform_q_len=0, causal=True), devices.H200)
-    assert lengths.of([4096] + [20] * 50, [4096] + [20] * 50) is lengths.of([4096], [4096])
-    assert lengths.of([20] * 51, [20] * 51) is ContextClass.FEW
+    assert lengths.of([4096] + [20] * 8, [4096] + [20] * 8) is ContextClass.USUAL
+    assert lengths.of([236 * 2] * 9, [236 * 2] * 9) is ContextClass.SHORT  # what they see on average
+    assert lengths.of([4096] + [20] * 500, [4096] + [20] * 500) is ContextClass.FEW
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(9000, 128), (8000, 120)])
