@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from .elf import shared_bytes
 WHEEL_TARGETS = ("sm_80", "sm_90a", "compute_80", "avx2", "avx512")
 CHECK_TARGETS = ("sm_80", "sm_90a")
 EVERY_TARGET = tuple(dict.fromkeys(Target("cuda", sm).name for sm in sorted({card.sm for card in CARDS})))
+SAMPLE_SIZE = 20  # kernels of --sample
 
 Kernel = tuple[KernelSpec, Target]
 
@@ -47,13 +50,25 @@ def only_checked(targets: Iterable[str]) -> list[Kernel]:
     return [(spec, target) for target in map(Target.parse, targets) for spec in specs.only_checked_specs(target)]
 
 
-def sample(targets: Iterable[str]) -> list[Kernel]:
-    """The first spec of each attention kernel of each CUDA target, and the general kernel over latent rows."""
-    found: dict[tuple[str, bool, Target], Kernel] = {}
-    for target in map(Target.parse, targets):
-        for spec in (*specs.attention_specs(target), *specs.latent_specs(target)):
-            found.setdefault((spec.kernel, spec.is_latent, target), (spec, target))
-    return list(found.values())
+def sample(targets: Iterable[str], day: int) -> list[Kernel]:
+    """SAMPLE_SIZE kernels of all those that plans may need on these CUDA targets, at most one of each kernel, target
+    and kind of rows. They follow from the day alone; over a few months each kernel has its turn."""
+    kernels = [(spec, target) for target in map(Target.parse, targets) for spec in specs.sampled_specs(target)]
+    drawn: dict[tuple[str, bool, Target], Kernel] = {}
+    for spec, target in sorted(kernels, key=lambda kernel: _lot(kernel, day)):
+        drawn.setdefault((spec.kernel, spec.is_latent, target), (spec, target))
+    return list(drawn.values())[:SAMPLE_SIZE]
+
+
+def announced_sample(targets: Iterable[str], day: int | None) -> list[Kernel]:
+    """The sample of a day, default today, of which it prints the number."""
+    day = int(time.time() / 86400) if day is None else day
+    print(f"the sample of day {day}; --day {day} repeats it")
+    return sample(targets, day)
+
+
+def _lot(kernel: Kernel, day: int) -> bytes:
+    return hashlib.sha256(f"{day} {kernel[0].digest} {kernel[1].name}".encode()).digest()
 
 
 def without_twins(kernels: Iterable[Kernel]) -> list[Kernel]:
@@ -135,8 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--every-target", action="store_true", help="CUDA: a target for each card of the table")
     parser.add_argument(
-        "--sample", action="store_true", help="CUDA: a spec of each attention kernel for each target, not the list"
+        "--sample", action="store_true", help=f"CUDA: {SAMPLE_SIZE} kernels of all targets' kernels, drawn by the day"
     )
+    parser.add_argument("--day", type=int, help="of --sample, to repeat it; default: days of the Unix clock")
     parser.add_argument(
         "--half", type=int, choices=(0, 1), help="with --check: the kernels at even places of the list, or at odd ones"
     )
@@ -147,6 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.half is not None and not given.check:
         parser.error("--half is for --check: a store has all kernels of its list")
+    if given.day is not None and not given.sample:
+        parser.error("--day is for --sample: other lists are the same each day")
     try:
         if given.manifest:
             kernels = from_manifest(given.manifest, given.target or ())
@@ -156,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
             if given.check and not (given.sample or given.default_only):
                 kernels = checked(targets)
             else:
-                kernels = sample(targets) if given.sample else listed(targets, given.default_only)
+                kernels = announced_sample(targets, given.day) if given.sample else listed(targets, given.default_only)
             kernels = kernels if given.half is None else kernels[given.half :: 2]
     except (OSError, ValueError) as error:
         parser.error(f"{given.manifest}: not a manifest: {error}" if given.manifest else str(error))

@@ -7,8 +7,8 @@ import itertools
 
 from flashpage.jit import Target
 from flashpage.jit.targets import PTX
-from flashpage.kernels import ATTENTION, devices, helpers
-from flashpage.kernels.ahead import BF16, E4M3, ONE_TOKEN, Ahead, latent_rows
+from flashpage.kernels import ATTENTION, blocks, devices, helpers
+from flashpage.kernels.ahead import BF16, E4M3, FP16, ONE_TOKEN, RAGGED, Ahead, latent_rows
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.context_classes import CLASSES
 from flashpage.kernels.devices import Device
@@ -88,6 +88,26 @@ def only_checked_specs(target: Target) -> list[KernelSpec]:
     """Specs that CI compiles next to the list, and no wheel has."""
     rows = _CHECKED_OF_HOPPER if target.arch == devices.H200.sm else ()
     return [*(choose_for_card(row.problem, devices.H200).spec for row in rows), *latent_specs(target)]
+
+
+# Plans of which no list has the kernels: head dims that few models have, and e4m3 queries.
+_SAMPLED = (
+    *(Ahead(BF16, BF16, (dim, dim), 16, size) for dim in (72, 80, 96, 112, 120) for size in (RAGGED, ONE_TOKEN, 16)),
+    *(Ahead(E4M3, E4M3, (dim, dim), 128, size) for dim in (64, 96, 256) for size in (RAGGED, 16)),
+)
+
+
+def block_specs(target: Target) -> list[KernelSpec]:
+    """Decode over vLLM's blocks: each head dim, for few and for many query heads of a KV head."""
+    dims, types = (64, 80, 96, 112, 120, 128, 192, 256), ((BF16, BF16), (BF16, E4M3), (FP16, E4M3))
+    combinations = itertools.product(cards_of(target), types, dims, (4, 40))
+    return list(dict.fromkeys(blocks.decode_spec(*pair, dim, group, card) for card, pair, dim, group in combinations))
+
+
+def sampled_specs(target: Target) -> list[KernelSpec]:
+    """All specs of a CUDA target of which CI compiles a few each day."""
+    found = [choose_for_card(row.problem, card).spec for card in cards_of(target) for row in _SAMPLED]
+    return list(dict.fromkeys((*cuda_specs(target), *only_checked_specs(target), *block_specs(target), *found)))
 
 
 def cpu_specs() -> list[KernelSpec]:

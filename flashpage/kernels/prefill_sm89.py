@@ -60,8 +60,11 @@ _ACCEPTS: tuple[Rule, ...] = (
 
 def _tile(work: Work) -> Tile:
     """Two CTAs an SM hide each other's softmax and copies, in the 99 KiB of all these cards. A warp has 32 rows if
-    registers allow, so that each load of K and V feeds two products; else more tokens."""
+    registers allow, so that each load of K and V feeds two products; else more tokens. Next to more than 224 columns
+    of values, 64 tokens spill."""
     is_plain, values = work.loop is InnerLoop.PLAIN, work.options.head_dim_vo
+    if values > 224:
+        return Tile(128, 32, 8, 1, 2, 1)
     if values > 128:
         return Tile(128, 64, 8, 1, 1, 1)
     if not is_plain or work.widest > 128:

@@ -15,6 +15,16 @@ FP_DEVICE u32 opaque(u32 value) {
   return value;
 }
 
+// As opaque, but only for compute capabilities (times ten) from `least` on, where ptxas takes more registers; for
+// earlier ones the code stays as it was measured.
+template <int least>
+FP_DEVICE u32 opaque_from(u32 value) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (__CUDA_ARCH__ >= least * 10) return opaque(value);
+#endif
+  return value;
+}
+
 // Marks accumulators as dead. Called before a branch, as the compiler would otherwise keep them alive on both sides.
 template <int tiles>
 FP_DEVICE void forget(float (&accumulators)[tiles][4]) {

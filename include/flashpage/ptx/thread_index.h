@@ -1,4 +1,4 @@
-// %tid.x, loaded where it is used.
+// %tid.x and %nctaid.x, loaded where they are used.
 #pragma once
 #include "flashpage/common/types.h"
 
@@ -9,6 +9,13 @@ FP_DEVICE int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
+}
+
+// gridDim.x, likewise.
+FP_DEVICE int grid_size() {
+  int size;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(size));
+  return size;
 }
 
 }  // namespace flashpage::ptx

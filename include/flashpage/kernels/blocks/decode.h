@@ -9,6 +9,7 @@
 #include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/ptx/thread_index.h"
 #include "flashpage/tile/load/half_query.h"
 #include "flashpage/tile/load/query.h"
 #include "flashpage/tile/product/query_fragments.h"
@@ -81,7 +82,6 @@ struct BlockDecode {
   struct State {
     SoftmaxState<S::row_tiles> softmax;
     float values[S::row_tiles][S::value_tiles][4];
-    BlockRow rows[S::row_tiles][2];
     typename Fragments::Registers query_registers;
     u32 query;    // lane address of Q's fragments
     float scale;  // of scores, to base 2
@@ -134,6 +134,10 @@ struct BlockDecode {
     }
   }
 
+  // The thread's index, from which addresses are computed again for each step: accumulators leave no registers for
+  // them.
+  FP_DEVICE static u32 thread_again() { return ptx::opaque_from<100>(threadIdx.x); }
+
   // ---------------------------------------------------------------- loading
 
   FP_DEVICE BlockStep& step_of(int index) const { return shared.steps[warp][index % Shared::most_steps]; }
@@ -181,7 +185,7 @@ struct BlockDecode {
                                   [&](u32 row) { return rows + row * params.q_head_stride; });
     }
     if (!(step.flags & BlockStep::is_live)) return;
-    const u32 stage = ptx::shared_address(shared.ring[warp][slot]);
+    const u32 stage = ptx::shared_address(shared.ring[thread_again() / 32][slot]);
     load_keys(stage, step, block);
     if constexpr (sizeof(Cache) == 1) {
       if (params.log_block_size == 3) return load_values<8>(stage + Shared::key_bytes, step, block);
@@ -191,6 +195,7 @@ struct BlockDecode {
 
   FP_DEVICE void load_keys(u32 tile, const BlockStep& step, i32 block) const {
     constexpr int together = 32 / tokens, pieces = Traits::head_dim_qk * int(sizeof(Cache)) / 16;
+    const int lane = thread_again() % 32;
     const int row = row_of_token<Cache>(lane % tokens), piece = lane / tokens;
     const i32 token = first_token(step) + lane % tokens, in_block = token & ((1 << params.log_block_size) - 1);
     const u32 to = tile + S::KeyRows::chunk_offset(row, piece);
@@ -249,16 +254,28 @@ struct BlockDecode {
       for (int n = 0; n < S::value_tiles; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) state.values[m][n][e] = 0.f;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const i32 row = min_of(m * 16 + half * 8 + lane / 4, num_rows(step) - 1);
-        state.rows[m][half] = BlockRow::of(params, first_head(step) + row, step.kv_head);
-      }
     }
   }
 
+  // Computed where they are used, because few tiles need them, and accumulators leave no registers for them.
+  struct Rows {
+    BlockRow of[S::row_tiles][2];
+  };
+  FP_DEVICE Rows rows_of(const BlockStep& step) const {
+    Rows rows;
+#pragma unroll
+    for (int m = 0; m < S::row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i32 row = min_of(m * 16 + half * 8 + lane / 4, num_rows(step) - 1);
+        rows.of[m][half] = BlockRow::of(params, first_head(step) + row, step.kv_head);
+      }
+    return rows;
+  }
+
   FP_DEVICE void compute(State& state, const BlockStep& step, int slot) const {
-    const u32 stage = ptx::shared_address(shared.ring[warp][slot]);
+    const u32 thread = thread_again(), lane = thread % 32;
+    const u32 stage = ptx::shared_address(shared.ring[thread / 32][slot]);
     const i32 first = first_token(step);
     float scores[S::row_tiles][tokens / 8][4];
     multiply_keys<Traits>(
@@ -270,9 +287,9 @@ struct BlockDecode {
     // Softmax takes a row's maximum before it scales, which is right for positive scales alone. Slopes are 0 without
     // ALiBi.
     const bool scales_now = params.alibi_slopes || !(state.scale > 0.f);
-    if (scales_now) bias_scores<Traits>(scores, state.rows, state.scale, first, step.length, lane);
+    if (scales_now) bias_scores<Traits>(scores, rows_of(step).of, state.scale, first, step.length, lane);
     if (first + tokens > step.length || params.pattern.stride.divisor > 0)
-      hide_scores<Traits>(scores, state.rows, params.pattern, first, step.length, lane);
+      hide_scores<Traits>(scores, rows_of(step).of, params.pattern, first, step.length, lane);
     state.softmax.update(scores, state.values, scales_now ? 1.f : state.scale);
     Probabilities<Traits, tokens / 8> probabilities(scores);
     multiply_value_columns(state.values, probabilities, stage + Shared::key_bytes, lane);
@@ -283,6 +300,7 @@ struct BlockDecode {
   // Combines the warps' states and writes the rows, eight at a time. The stage that was read last is free until the
   // next load.
   FP_DEVICE void combine(State& state, const BlockStep& step, int slot) {
+    const u32 thread = thread_again(), lane = thread % 32, warp = thread / 32;
     float* mine = exchange(warp, slot);
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m)
@@ -304,7 +322,8 @@ struct BlockDecode {
         write_rows(step, slot, first);
         __syncthreads();
       }
-    if (thread == 0 && (step.flags & BlockStep::is_continued) && !(step.flags & BlockStep::goes_on)) note_cut(step);
+    if (ptx::thread_index() == 0 && (step.flags & BlockStep::is_continued) && !(step.flags & BlockStep::goes_on))
+      note_cut(step);
   }
 
   FP_DEVICE float* exchange(int of_warp, int slot) const {
@@ -369,7 +388,7 @@ struct BlockDecode {
 
   FP_DEVICE void write_empty_sequences(const Work& work) const {
     constexpr int pairs = S::value_columns / 2;
-    for (i32 i = blockIdx.x; i < params.num_seqs; i += gridDim.x) {
+    for (i32 i = blockIdx.x; i < params.num_seqs; i += ptx::grid_size()) {
       if (work.length(i) > 0) continue;
       for (int at = thread; at < params.num_q_heads * pairs; at += threads)
         *reinterpret_cast<u32*>(out_row(i, at / pairs) + at % pairs * 2) = 0;

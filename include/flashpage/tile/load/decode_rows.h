@@ -2,6 +2,7 @@
 // tokens, or slow, because rows do not fill lines of the L2.
 #pragma once
 #include "flashpage/ptx/cache_policy.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/tile/layout/slot_halves.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/load/copy.h"
@@ -122,7 +123,9 @@ struct DecodeRows {
     i32 count = source.kv_end - source.first_token - slot * Slots::tokens - group * group_tokens;
     i32 token = min_of(token_of(source, slot, group), max_of(source.kv_end - 1, 0));
     Rows rows(params, source.offset);
-    u64 mine = reinterpret_cast<u64>(rows.template row<Cache>(view, found, token, source.kv_head));
+    // Opaque, because otherwise the head's offsets would stay in registers for all slots.
+    const i32 kv_head = static_cast<i32>(ptx::opaque_from<100>(source.kv_head));
+    u64 mine = reinterpret_cast<u64>(rows.template row<Cache>(view, found, token, kv_head));
     u32 to = ptx::shared_address(tile) + group * group_tokens * Target::stride;
     if (count >= group_tokens) {
       copy_rows<Target, bytes, true>(to, mine, count);
@@ -168,8 +171,11 @@ struct DecodeRows {
         }
       }
     } else {
-      constexpr int pieces = group_tokens * chunks;
-#pragma unroll 4
+      constexpr int pieces = group_tokens * chunks, passes = ceil_div(pieces, 32);
+      // The places of a pass that is no part of a loop stay in registers from slot to slot, of which three passes take
+      // too many: a short loop, or what four leave of a longer one.
+      constexpr int together = passes < 8 && group_tokens < 32 ? 2 : passes % 4 == 3 ? 3 : 4;
+#pragma unroll(together)
       for (int first = 0; first < pieces; first += 32) {
         int piece = min_of(first + lane, pieces - 1), row = piece / chunks, byte = piece % chunks * bytes;
         const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, row)) + byte;

@@ -98,7 +98,8 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
 
 // As above, for fp8 probabilities and values. A transposed register holds two tokens of two neighbouring columns, so
 // that even columns make one n8 tile and odd ones the next. Tensor cores cut off the low bits of sums of fp8 products
-// towards zero, so each tile has sums of its own, which are added in fp32.
+// towards zero, so each tile has sums of its own, which are added in fp32. ptxas begins the products of many chunks
+// early, for whose sums more than 224 columns leave no registers; it moves no load across a __syncwarp.
 template <class Traits, class Between, int token_tiles>
   requires(Shape<Traits>::fp8_products)
 FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<Traits>::value_tiles][4],
@@ -111,6 +112,7 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
 #pragma unroll
   for (int chunk = 0; chunk < Rows::chunks; ++chunk) {
     between(chunk);
+    if (S::value_tiles > 28 && chunk % 4 == 0) __syncwarp();
     float sums[S::row_tiles][2][4] = {};
 #pragma unroll
     for (int step = 0; step < probabilities.steps; ++step) {

@@ -8,6 +8,11 @@ namespace flashpage::ptx {
 
 inline u32 opaque(u32 value) { return value; }
 
+template <int least>
+u32 opaque_from(u32 value) {
+  return value;
+}
+
 template <int tiles>
 void forget(float (&accumulators)[tiles][4]) {
   for (auto& tile : accumulators)

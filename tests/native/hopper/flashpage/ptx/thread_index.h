@@ -5,5 +5,6 @@
 namespace flashpage::ptx {
 
 inline int thread_index() { return threadIdx.x; }
+inline int grid_size() { return gridDim.x; }
 
 }  // namespace flashpage::ptx
