@@ -108,10 +108,10 @@ class Release(Attempts):
 
     def make_kernels_wheel(self, targets: str) -> Path | None:
         """Built in the tree of the x86_64 wheel: sources that differ would not find the kernels."""
-        options = [f"--target={target}" for target in targets.split(",")]
+        options = [f"--target={target}" for target in targets.split(",") if target]
         command = (sys.executable, "-m", "aot.wheel", *options, "--output", DIST, "--kernels", OUT / "kernels")
         environment = dict(os.environ) | {"PYTHONPATH": str(OUT / "x86_64")}
-        self.step(f"kernels: {targets}", *command, env=environment, cwd=OUT / "x86_64")
+        self.step(f"kernels: {targets or 'the usual targets'}", *command, env=environment, cwd=OUT / "x86_64")
         wheel = next(DIST.glob("flashpage_kernels-*.whl"), None)
         size = f" ({wheel.stat().st_size / 1e6:.2f} MB)" if wheel else ""
         self.note(f"kernels: wheel{size}", "" if wheel else "there is none")
@@ -177,7 +177,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--draft", action="store_true", help="allow open changes in CHANGELOG.md and uncommitted files")
     parser.add_argument("--cuda", action="store_true", help="also the wheel with kernels of cards; needs nvcc")
-    parser.add_argument("--targets", default="sm_80,sm_89,sm_90a", help="of --cuda (default: %(default)s)")
+    parser.add_argument("--targets", default="", help="of --cuda, with commas between (default: those of aot/wheel.py)")
     parser.add_argument("--only", choices=sorted(KERNELS), help="one machine's wheel")
     given = parser.parse_args()
     for old in OUT.glob("*") if OUT.exists() else ():

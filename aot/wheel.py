@@ -16,13 +16,14 @@ from pathlib import Path
 
 from flashpage.base.version import VERSION
 from flashpage.jit import Target
+from flashpage.jit.targets import PTX
 
 from . import specs
 from .build import Kernel, build_into, listed, report
 
 ROOT = Path(__file__).resolve().parent.parent
-# A100, L4 and L40S, H100 and H200; without a kernel of its own, a card compiles one.
-TARGETS = ("sm_80", "sm_89", "sm_90a")
+# A100, L4 and L40S, H100 and H200; PTX for every other card, if no compiler makes kernels of its own.
+TARGETS = ("sm_80", "sm_89", "sm_90a", PTX)
 NAME, INFO = "flashpage_kernels", f"flashpage_kernels-{VERSION}.dist-info"
 INSIDE = "flashpage/aot_kernels"
 _DATE = (1980, 1, 1, 0, 0, 0)  # equal files make equal wheels

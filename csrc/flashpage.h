@@ -202,9 +202,9 @@ struct fp_device_info {
 };
 FP_API int32_t fp_cuda_device_count();  // 0 without a driver; creates no context
 FP_API int32_t fp_cuda_device_info(int32_t device, fp_device_info*);
-// Loads a cubin (cuLibraryLoadData) and resolves `entry` for this device. The image has its launch shape in the global
-// `extern "C" __device__ const int flashpage_launch[3] = {threads, dynamic shared bytes, cluster rows}`; the last is
-// fp_kernel_info::cluster_rows, 0 if the kernel is not launched with clusters.
+// Loads a cubin or PTX (cuLibraryLoadData) and resolves `entry` for this device. The image has its launch shape in the
+// global `extern "C" __device__ const int flashpage_launch[3] = {threads, dynamic shared bytes, cluster rows}`; the
+// last is fp_kernel_info::cluster_rows, 0 if the kernel is not launched with clusters.
 FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t size, const char* entry);
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);
@@ -263,7 +263,7 @@ struct fp_run_launch {
 struct fp_run_args {
   fp_run_launch launches[4];
   int32_t count;       // of launches; 0: nothing to do
-  int32_t enable_pdl;  // programmatic dependent launch
+  int32_t enable_pdl;  // programmatic dependent launch; ignored for kernels of PTX, which do not wait
   const fp_fork*
       fork;  // not null: a second stream forks from the caller's before the first launch and joins it after the last
   void* stream;

@@ -2,6 +2,7 @@
 #include "cuda/kernel.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 
 #include "cpu/cpu_ops.h"
@@ -128,6 +129,7 @@ fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t, const
     kernel->context = cuda::primary_context(device);
     if (kernel->context == nullptr) return FP_CUDA_ERROR;
     kernel->driver = cuda::driver();
+    kernel->waits_itself = std::strncmp(static_cast<const char*>(image), "\177ELF", 4) == 0;  // a cubin
     const int32_t status = cuda::load(*kernel->driver, device, image, entry, *kernel);
     if (status == FP_OK) made = kernel.release();
     return status;

@@ -32,4 +32,5 @@ struct fp_kernel {
   flashpage::cuda::Library library = nullptr;
   flashpage::cuda::Function function = nullptr;
   fp_kernel_info info = {};
+  bool waits_itself = false;  // for the launch before it, so that it may begin early: not PTX, which is of compute_80
 };

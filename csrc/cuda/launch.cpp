@@ -19,7 +19,8 @@ const VariantArgs* variant_of(const fp_run_launch& launch) {
 // The kernel's context must be current.
 int32_t launch_kernel(const fp_kernel& kernel, int grid, int cluster_size, void* stream, bool pdl,
                       const void* const* params) {
-  const cuda::LaunchShape shape(kernel.info, grid, cluster_size, static_cast<cuda::Stream>(stream), pdl);
+  const cuda::LaunchShape shape(kernel.info, grid, cluster_size, static_cast<cuda::Stream>(stream),
+                                pdl && kernel.waits_itself);
   const auto result =
       kernel.driver->launch_kernel_ex(shape.config(), kernel.function, const_cast<void**>(params), nullptr);
   return result == cuda::success ? FP_OK : cuda::fail(result, ("launching " + kernel.entry).c_str());

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -68,17 +69,37 @@ def devices() -> list[tuple[str, str]]:
 
 
 def _served_by(index: int, sm: int) -> list[tuple[str, str]]:
-    """What serves a card for whose own target no kernels can be had."""
-    from ..jit import targets
+    """The targets whose kernels serve a card, what becomes of a kernel that is not built, and what plans see."""
+    from ..jit import cache, compilers, loader, targets
+    from ..kernels import devices as cards
 
     try:
-        own, used = targets.Target("cuda", sm), targets.cuda_target(index)
+        best, is_own = targets.cuda_target(index), cards.has_own_target(sm)
+        searched = zip((cache.aot_store(), cache.jit_store()), loader.searched(index), strict=True)
+        found = Counter(
+            entry.meta["target"]
+            for store, wanted in searched
+            for entry in store.entries()
+            if entry.meta["target"] in {target.name for target in wanted}
+        )
+        may_compile = compilers.may_compile(best)
     except FlashpageError as error:
         return [("", str(error))]
-    if own == used:
-        return []
-    kind = "PTX" if used.arch == targets.PTX else "kernels"
-    return [("", f"kernels for {own.name} are neither built nor compiled here: {kind} of {used.name}, as on an A100")]
+    served = (f"{found[t.name]} of {_target_name(t.name)}" for t in targets.runnable(index) if found[t.name])
+    others = f"are compiled for {_target_name(best.name)}" if may_compile else "are missing, as nothing compiles them"
+    rows = [("", f"kernels that are built for it: {', '.join(served) or 'none'}; others {others}")]
+    if is_own:
+        return rows
+    own = targets.Target("cuda", sm).name
+    why = "no compiler here knows it" if may_compile else "none are built for it"
+    rows.append(("", f"plans use an A100's kernels in this card's shared memory, and not those of {own}: {why}"))
+    if may_compile and found[own]:
+        rows.append(("", f"FLASHPAGE_JIT=off lets plans use {own}, for which the other kernels are then missing"))
+    return rows
+
+
+def _target_name(name: str) -> str:
+    return f"{name} (PTX)" if name.startswith("compute_") else name
 
 
 def _planned_as(index: int) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .. import native
@@ -20,7 +20,7 @@ from .build import build_kernels, obtain
 from .cache import Entry, Store, aot_store, jit_store
 from .compilers import may_compile
 from .job import missing_error
-from .targets import Target, runnable
+from .targets import FIRST_OF_ITS_OWN, Target, cuda_target, runnable
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ def prebuild(specs: Iterable[KernelSpec], device: Device = None) -> list[LoadedK
     index = device_index(device)
     missing = [s for s in specs if (s, _canonical(index)) not in _kernels and next(_built(s, index), None) is None]
     if len(missing) > 1 and not env.is_off("FLASHPAGE_JIT"):
-        for result in build_kernels([(spec, runnable(index)[0]) for spec in missing]):
+        for result in build_kernels([(spec, _best_target(index)) for spec in missing]):
             if result.error:
                 raise result.error
             assert result.entry is not None
@@ -111,13 +111,16 @@ def _canonical(index: int | None) -> str | None:
 
 def _find(spec: KernelSpec, index: int | None) -> LoadedKernel:
     """Loads the first build that loads; compiles the kernel if none does."""
+    target = _best_target(index)
     unusable = failure = None
     for entry in _built(spec, index):
         try:
             return _load(entry, index)
         except DeviceError as error:  # built for another driver or libc: treated as missing
-            unusable, failure = entry, error
-    target = runnable(index)[0]
+            if unusable is None or entry.target == target:
+                unusable, failure = entry, error
+    if unusable and index is not None and not may_compile(target):
+        raise DeviceError(driver.explain(unusable, index, failure)) from failure
     if env.is_off("FLASHPAGE_JIT"):
         raise missing_error(spec, target, "FLASHPAGE_JIT=off forbids compiling it now") from failure
     store = jit_store()
@@ -135,11 +138,10 @@ def _find(spec: KernelSpec, index: int | None) -> LoadedKernel:
 
 def _built(spec: KernelSpec, index: int | None) -> Iterator[Entry]:
     """Builds that this device can run, in the order in which they are tried: first those that are found without
-    rendering. The cache has kernels for lesser targets, too, if another machine filled it: they serve where the best
-    one cannot be compiled."""
-    targets = runnable(index)
-    cached = targets[:1] if may_compile(targets[0]) else targets
-    places = [(aot_store(), target) for target in targets] + [(jit_store(), target) for target in cached]
+    rendering, and of these the best target first."""
+    package, own = aot_store(), jit_store()
+    targets, cached = searched(index)
+    places = [(store, target) for target in targets for store in (package, own) if store is package or target in cached]
     yielded = set()
     for look_up in (Store.recall, Store.find):
         for store, target in places:
@@ -147,6 +149,23 @@ def _built(spec: KernelSpec, index: int | None) -> Iterator[Entry]:
             if entry and entry.folder not in yielded:
                 yielded.add(entry.folder)
                 yield entry
+
+
+def _best_target(index: int | None) -> Target:
+    """The target for which missing kernels are compiled."""
+    return runnable(None)[0] if index is None else cuda_target(index)
+
+
+def searched(index: int | None) -> tuple[Sequence[Target], Sequence[Target]]:
+    """Targets whose kernels are looked for in the package, and in the cache. The cache has some for lesser targets than
+    the best one that can be compiled, if another machine filled it: those do not replace a compile. Nor do kernels of
+    the package for a lesser target if it lacks instructions of the card (fp8 conversions)."""
+    targets, best = runnable(index), _best_target(index)
+    if not may_compile(best):
+        return targets, targets
+    wanted = targets[: targets.index(best) + 1]
+    is_better = index is not None and isinstance(best.arch, int) and best.arch >= FIRST_OF_ITS_OWN
+    return wanted if is_better else targets, wanted
 
 
 def _load(entry: Entry, index: int | None) -> LoadedKernel:

@@ -8,9 +8,7 @@ import functools
 from ..kernels import devices
 from . import cache, compilers
 from .cache import Store
-from .targets import PTX, Target
-
-FIRST_OF_ITS_OWN = 89  # before it no kernel and no rule of a kernel differs from those of 8.0
+from .targets import FIRST_OF_ITS_OWN, PTX, Target
 
 
 @functools.cache
@@ -20,20 +18,22 @@ def has_own_target(sm: int) -> bool:
     if sm < FIRST_OF_ITS_OWN or compilers.may_compile(own):
         return True
     if compilers.may_compile(Target("cuda", PTX)):
-        return False  # every kernel can be had as PTX, but of its own only those that a cache happens to have
-    instead = {PTX, "sm_80"} if sm < 90 else {PTX}
-    for store in (cache.aot_store(), cache.jit_store()):  # the package's kernels, else those of a copied cache
-        if _has_any(store, {own.name}):
+        return False  # every kernel can be had as PTX, but of its own only those that are built
+    stores = (cache.aot_store(), cache.jit_store())  # the package's kernels, else those of a copied cache
+    for store in stores:
+        if _has_any(store, own.name):
             return True
-        if _has_any(store, instead):
+        if _has_any(store, PTX):
             return False
-    return True  # nothing serves, and errors name the card's own target
+    # Kernels of sm_80 run on Ada, but few of them fit its shared memory: they count only where there is nothing else.
+    # If nothing serves, errors name the card's own target.
+    return sm >= 90 or not any(_has_any(store, "sm_80") for store in stores)
 
 
-def _has_any(store: Store, targets: set[str]) -> bool:
+def _has_any(store: Store, target: str) -> bool:
     """Stops at the first, as a cache may have a thousand kernels."""
     found = (store.read(folder.name) for folder in store.folders())
-    return any(entry is not None and entry.meta["target"] in targets for entry in found)
+    return any(entry is not None and entry.meta["target"] == target for entry in found)
 
 
 devices.has_own_target = has_own_target

@@ -28,6 +28,7 @@ CPU_LEVELS: dict[str, tuple[str, ...]] = {
     "neon": ("neon",),
 }
 _SM = re.compile(r"(?:sm_)?([1-9][0-9]{1,2})a?")
+FIRST_OF_ITS_OWN = 89  # before it no kernel and no rule of a kernel differs from those of 8.0
 PTX = f"compute_{PTX_SM}"  # of a general kernel: the driver compiles it for a card that has no cubin
 
 
@@ -85,7 +86,8 @@ def host_target() -> Target:
 
 @functools.cache
 def cuda_target(device_index: int) -> Target:
-    """The target of a CUDA device; if its own cannot be had, sm_80 where that runs, else PTX. Makes no context."""
+    """The target for which kernels of a CUDA device are compiled: its own or, if its own kernels cannot be had, sm_80
+    where that runs, else PTX. Makes no context."""
     sm = device_info(device_index).sm
     if devices.has_own_target(sm):
         return Target("cuda", sm)
@@ -101,14 +103,12 @@ def device_info(device_index: int) -> native.DeviceInfo:
 
 @functools.cache
 def runnable(device_index: int | None) -> tuple[Target, ...]:
-    """Targets whose kernels run here, best first: what an AOT folder is searched for. None: the CPU."""
+    """Targets whose kernels run here, best first, whether they can be compiled here or not. None: the CPU."""
     if device_index is not None:
-        own = cuda_target(device_index)
-        if not isinstance(own.arch, int):
-            return (own,)
+        sm = device_info(device_index).sm
         # A cubin runs on later minor versions of its architecture, unless it is an accelerated one.
-        same_major = [Target("cuda", sm) for sm in range(own.arch - 1, own.arch // 10 * 10 - 1, -1)]
-        return (own, *(t for t in same_major if not t.is_accelerated), Target("cuda", PTX))
+        older = [Target("cuda", known) for known in range(sm - 1, sm // 10 * 10 - 1, -1)]
+        return (Target("cuda", sm), *(t for t in older if not t.is_accelerated), Target("cuda", PTX))
     found = cpu_features()
     levels = [level for level, needs in CPU_LEVELS.items() if found.issuperset(needs)]
     if not levels:

@@ -84,6 +84,8 @@ def _chosen(kernel: AttentionKernel, work: Work, refused: tuple[str, ...]) -> Ke
     assert usual.tile is not None
     cost, spec = kernel.cost(work, usual.tile), usual
     context_tile = kernel.context_tile(usual, work.problem.contexts)
+    if context_tile is not None and context_tile[0].ctas > work.card.sms:
+        context_tile = None  # its unit needs more SMs than there are
     if context_tile is not None:
         spec = dataclasses.replace(usual, tile=context_tile[0])
     assert spec.tile is not None

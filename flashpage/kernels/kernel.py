@@ -93,6 +93,8 @@ class AttentionKernel(Kernel):
         found += [reason for rule in self.accepts if (reason := rule(work)) is not None]
         if not found and self.archs and work.card.sm not in self.archs:
             found.append(f"it is not built for compute capability {_sm_name(work.card.sm)}")
+        if not found and (ctas := self.tile(work).ctas) > work.card.sms:
+            found.append(f"its unit needs {ctas} SMs, this card has {work.card.sms}")
         return found
 
     def spec(self, work: Work) -> KernelSpec:

@@ -32,8 +32,9 @@ SIDE_BY_SIDE_NOTE = "tile: two pairs of CTAs compute a request's row tiles side 
 
 def _tile(work: Work) -> Tile:
     tile, options = Tile(ROWS, _TOKENS, warps_q=4, warps_kv=2, stages=_STAGES).paired(), work.options
-    tiles = -(-options.uniform_q_len * options.group_size // tile.tile_q)
-    return _side_by_side(tile) if 0 < tiles <= _MOST_TILES and tiles % 2 == 0 else tile
+    tiles, wide = -(-options.uniform_q_len * options.group_size // tile.tile_q), _side_by_side(tile)
+    is_even = 0 < tiles <= _MOST_TILES and tiles % 2 == 0
+    return wide if is_even and wide.ctas <= work.card.sms else tile
 
 
 def _side_by_side(tile: Tile) -> Tile:

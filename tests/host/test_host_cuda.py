@@ -105,6 +105,17 @@ assert record() == ["launch attention grid=3 block=384 shared=100000 stream=9 at
 """)
 
 
+def test_a_kernel_of_ptx_begins_after_its_predecessor() -> None:
+    """It is compiled for compute_80, whose kernels do not wait themselves."""
+    with_fake_driver("""
+attention, merge = kernel(b"attention"), kernel(b"merge", image=b"//\\n.version 9.0\\n.target sm_80")
+record()
+host.check(run(attention, merge, merge_ctas=10, enable_pdl=1))
+host.check(lib.fp_launch(merge, byref(merge_params), 3, 7, 1))
+assert ["attribute6=1" in line for line in record()] == [True, False, False]
+""")
+
+
 def test_a_kernel_that_knows_clusters_is_launched_with_them() -> None:
     """The library reads how many clusters run at once when it loads a kernel with clusters, and no other kernel."""
     with_fake_driver("""
@@ -112,7 +123,7 @@ info = host.KernelInfo()
 host.check(lib.fp_kernel_describe(kernel(b"attention"), byref(info)))
 assert (info.cluster_rows, list(info.clusters)) == (0, [0] * 5)
 assert not any("attribute 14" in line for line in record())
-attention = kernel(b"attention", image=b"clusters")
+attention = kernel(b"attention", image=b"\\x7fELF clusters")
 host.check(lib.fp_kernel_describe(attention, byref(info)))
 assert (info.cluster_rows, list(info.clusters)) == (16, [232, 60, 24, 12, 0])
 assert any(line.startswith("attribute 14=1 ") for line in record())

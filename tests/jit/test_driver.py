@@ -10,7 +10,7 @@ from jit_sandbox import Sandbox
 
 from flashpage import jit
 from flashpage.errors import DeviceError
-from flashpage.jit import driver, loader
+from flashpage.jit import cache, driver, loader, source
 from flashpage.kernels.spec import KernelSpec
 
 # An nvcc of CUDA 13.0, whose kernels no driver loads.
@@ -28,6 +28,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     sandbox.enter(monkeypatch)
     (sandbox.templates / "kernel.cu.jinja").write_text("// {{ spec.entry }}\n")
     monkeypatch.setattr(loader, "runnable", lambda _: (jit.Target("cuda", 90),))
+    monkeypatch.setattr(loader, "cuda_target", lambda _: jit.Target("cuda", 90))
     return sandbox
 
 
@@ -59,3 +60,21 @@ def test_another_driver_or_toolkit_gets_its_own_try(sandbox: Sandbox, monkeypatc
     assert sandbox.num_compiles() == 2
     refusal(sandbox, monkeypatch, "12.4", 13010)
     assert sandbox.num_compiles() == 3
+
+
+@pytest.mark.parametrize("switch", ["FLASHPAGE_NVCC", "FLASHPAGE_JIT"])
+def test_a_built_kernel_that_an_older_driver_refuses(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    """Without a compiler the error is the driver's, and does not say that no kernel is built."""
+    spec, ptx = KernelSpec("merge"), jit.Target.parse("compute_80")
+    monkeypatch.setattr(loader, "runnable", lambda _: (jit.Target("cuda", 90), ptx))
+    monkeypatch.setattr("flashpage.jit.compilers.find_nvrtc", lambda: None)
+    monkeypatch.setattr(driver, "device_info", lambda _: SimpleNamespace(driver_version=12080))
+    monkeypatch.setenv(switch, "off")
+    binary = sandbox.folder / "kernel.ptx"
+    binary.write_text("no kernel")
+    meta = {"name": spec.name, "spec": spec.to_json(), "target": ptx.name, "compiler": "nvcc (release 13.0, V13.0.88)"}
+    cache.aot_store().publish(source.key_of(spec, ptx), binary, meta)
+    with pytest.raises(DeviceError, match="the driver is older than the toolkit and refuses .* for CUDA 12.8"):
+        jit.get_kernel(spec, "cuda:0")

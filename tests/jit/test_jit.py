@@ -379,20 +379,6 @@ def test_levels_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         targets.runnable.__wrapped__(None)
 
 
-@pytest.mark.parametrize(
-    ("sm", "expected"),
-    [
-        (80, ["sm_80", "compute_80"]),
-        (86, ["sm_86", "sm_85", "sm_84", "sm_83", "sm_82", "sm_81", "sm_80", "compute_80"]),
-        (90, ["sm_90a", "compute_80"]),
-        (100, ["sm_100a", "compute_80"]),
-    ],
-)
-def test_builds_that_a_card_can_run(monkeypatch: pytest.MonkeyPatch, sm: int, expected: list[str]) -> None:
-    monkeypatch.setattr(targets, "cuda_target", lambda _: jit.Target("cuda", sm))
-    assert [t.name for t in targets.runnable.__wrapped__(0)] == expected
-
-
 def test_wrong_device(sandbox: Sandbox) -> None:
     with pytest.raises(DeviceError, match="device is meta"):
         jit.get_kernel(toy(), "meta")

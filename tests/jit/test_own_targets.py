@@ -12,13 +12,15 @@ import torch
 from jit_sandbox import Sandbox
 
 from flashpage.base.errors import SettingError
+from flashpage.cli import info
 from flashpage.errors import CompileError
-from flashpage.jit import cache, compilers, own_targets, targets
+from flashpage.jit import cache, compilers, loader, own_targets, source, targets
 from flashpage.kernels import devices
+from flashpage.kernels.spec import KernelSpec
 
 
 @pytest.fixture(autouse=True)
-def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
     """A card of each kind as cuda:0, cuda:1 ..., and an nvcc of CUDA 12.8."""
     sandbox = Sandbox.create(tmp_path)
     sandbox.enter(monkeypatch)
@@ -32,7 +34,7 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches = (devices.of, targets.cuda_target, targets.runnable, compilers._listed_cards, own_targets.has_own_target)
     for cached in caches:
         cached.cache_clear()
-    yield
+    yield sandbox
     for cached in caches:
         cached.cache_clear()
 
@@ -55,6 +57,20 @@ def have_built(monkeypatch: pytest.MonkeyPatch, store: str, *names: str) -> None
     monkeypatch.setattr(cache, store, lambda: built)
 
 
+@pytest.mark.parametrize(
+    ("sm", "expected"),
+    [
+        (80, ["sm_80", "compute_80"]),
+        (86, ["sm_86", "sm_85", "sm_84", "sm_83", "sm_82", "sm_81", "sm_80", "compute_80"]),
+        (90, ["sm_90a", "compute_80"]),
+        (100, ["sm_100a", "compute_80"]),
+    ],
+)
+def test_targets_that_a_card_can_run(monkeypatch: pytest.MonkeyPatch, sm: int, expected: list[str]) -> None:
+    monkeypatch.setattr(targets, "device_info", lambda _: SimpleNamespace(sm=sm))
+    assert [t.name for t in targets.runnable.__wrapped__(0)] == expected
+
+
 def test_a_toolkit_that_is_too_old() -> None:
     for card in devices.CARDS:
         found, is_served = planned(card.name), card.sm in (103, 121)
@@ -62,7 +78,7 @@ def test_a_toolkit_that_is_too_old() -> None:
         assert found.abilities == (() if is_served else card.abilities)
         assert (target(card.name) == targets.PTX) == is_served
     index = devices.CARDS.index(devices.named("GB10"))
-    assert targets.runnable(index) == (targets.Target("cuda", targets.PTX),)
+    assert [target.name for target in targets.runnable(index)] == ["sm_121a", targets.PTX]
 
 
 def test_a_later_compiler_that_knows_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -110,6 +126,118 @@ def test_a_cache_with_some_kernels_of_a_newer_compiler(monkeypatch: pytest.Monke
     """The compiler here makes all kernels, but as PTX."""
     have_built(monkeypatch, "jit_store", "sm_121a")
     assert planned("GB10").sm == 80 and target("GB10") == targets.PTX
+
+
+def build_all(sandbox: Sandbox, spec: KernelSpec, package: str, copied: str) -> None:
+    """Puts the kernel into the package and the cache, for the targets of each."""
+    (sandbox.templates / "kernel.cu.jinja").write_text("// {{ spec.entry }}\n")
+    binary = sandbox.folder / "kernel.cubin"
+    binary.write_text("a kernel")
+    for store, names in ((cache.aot_store(), package), (cache.jit_store(), copied)):
+        for one in map(targets.Target.parse, names.split()):
+            meta = {"name": spec.name, "spec": spec.to_json(), "target": one.name}
+            store.publish(source.key_of(spec, one), binary, meta)
+
+
+def have_compiler(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, known: str) -> None:
+    """An nvcc that knows these targets; empty: none."""
+    if not known:
+        monkeypatch.setenv("FLASHPAGE_NVCC", "off")
+    (sandbox.folder / "nvcc").write_text(f"#!/bin/sh\necho {known}\n")
+
+
+NEW, OLD, NONE = "sm_80 sm_89 sm_90 sm_100 sm_103 sm_120 sm_121", "sm_80 sm_90 sm_100 sm_120", ""
+
+
+@pytest.mark.parametrize(
+    ("card", "compiler", "package", "copied", "plans", "loads"),
+    [
+        # Ada: cubins of sm_80 run there, but few fit.
+        ("L40S", NONE, "sm_80", "sm_89", 89, "copied sm_89"),
+        ("L40S", NONE, "sm_89", "sm_80", 89, "package sm_89"),
+        ("L40S", NONE, "sm_80 sm_90a compute_80", "sm_89", 80, "copied sm_89"),
+        ("L40S", NONE, "sm_80 sm_90a compute_80", "", 80, "package sm_80"),
+        ("L40S", NONE, "sm_90a", "sm_80", 80, "copied sm_80"),
+        ("L40S", NONE, "compute_80", "sm_80", 80, "copied sm_80"),
+        ("L40S", NONE, "sm_90a", "", 89, "nothing for sm_89"),
+        ("L40S", NEW, "sm_80 compute_80", "sm_80", 89, "compiled sm_89"),
+        ("L40S", NEW, "sm_89 compute_80", "sm_89", 89, "package sm_89"),
+        ("L40S", NEW, "compute_80", "sm_89", 89, "copied sm_89"),
+        # Cards whose kernels are those of sm_80.
+        ("A10", NONE, "sm_80", "sm_86", 86, "copied sm_86"),
+        ("A10", NONE, "sm_86", "sm_86", 86, "package sm_86"),
+        ("A10", NONE, "sm_89 compute_80", "", 86, "package compute_80"),
+        ("A10", NONE, "sm_89", "compute_80", 86, "copied compute_80"),
+        ("A10", NEW, "compute_80", "", 86, "package compute_80"),
+        ("A10", NEW, "sm_90a", "sm_80 compute_80", 86, "compiled sm_86"),
+        # Cards that run no cubin of another architecture.
+        ("H200", NONE, "compute_80", "sm_90a", 80, "copied sm_90a"),
+        ("H200", NONE, "sm_80", "sm_90a compute_80", 90, "copied sm_90a"),
+        ("H200", NEW, "sm_80 compute_80", "compute_80", 90, "compiled sm_90a"),
+        ("RTX 5090", NONE, "sm_80 sm_89 sm_90a", "sm_120a", 120, "copied sm_120a"),
+        ("RTX 5090", NONE, "sm_80 sm_89 sm_90a compute_80", "", 80, "package compute_80"),
+        ("RTX 5090", NONE, "sm_80 sm_89 sm_90a", "", 120, "nothing for sm_120a"),
+        # A compiler that is too old for the card: PTX can be had of every kernel.
+        ("GB10", OLD, "sm_121a", "", 80, "package sm_121a"),
+        ("GB10", OLD, "compute_80", "sm_121a", 80, "copied sm_121a"),
+        ("GB10", OLD, "", "compute_80", 80, "copied compute_80"),
+        ("GB10", OLD, "sm_120a", "sm_120a", 80, "compiled compute_80"),
+        ("GB10", NONE, "sm_120a", "sm_121a compute_80", 121, "copied sm_121a"),
+        ("B300", NONE, "sm_100a", "", 103, "nothing for sm_103a"),
+    ],
+)
+def test_which_kernel_serves(
+    cards: Sandbox,
+    monkeypatch: pytest.MonkeyPatch,
+    card: str,
+    compiler: str,
+    package: str,
+    copied: str,
+    plans: int,
+    loads: str,
+) -> None:
+    """A kernel that every target has, built for `package` in the package, and for `copied` in the cache."""
+    spec = KernelSpec("merge")
+    build_all(cards, spec, package, copied)
+    have_compiler(cards, monkeypatch, compiler)
+    assert planned(card).sm == plans
+    index = devices.CARDS.index(devices.named(card))
+    best = targets.cuda_target(index)
+    found = next(loader._built(spec, index), None)
+    if found is not None:
+        kind = "package" if found.folder.parent == cards.aot else "copied"
+        assert loads == f"{kind} {found.target.name}"
+    else:
+        assert loads == f"{'compiled' if compilers.may_compile(best) else 'nothing for'} {best.name}"
+
+
+@pytest.mark.parametrize(
+    ("card", "compiler", "package", "told"),
+    [
+        ("L40S", NEW, "sm_89 compute_80", ["1 of sm_89; others are compiled for sm_89"]),
+        ("L40S", NONE, "sm_89 sm_80 compute_80", ["1 of sm_89, 1 of sm_80, 1 of compute_80 (PTX); others are missing"]),
+        ("A10", NONE, "sm_89 compute_80", ["1 of compute_80 (PTX); others are missing"]),
+        ("RTX 5090", NONE, "sm_89 compute_80", ["1 of compute_80 (PTX); others are missing", "none are built for it"]),
+        ("RTX 5090", NONE, "sm_89", ["none; others are missing"]),
+        (
+            *("GB10", OLD, "sm_121a"),
+            [
+                "1 of sm_121a; others are compiled for compute_80 (PTX)",
+                "no compiler here knows it",
+                "FLASHPAGE_JIT=off",
+            ],
+        ),
+    ],
+)
+def test_info_says_which_kernels_serve(
+    cards: Sandbox, monkeypatch: pytest.MonkeyPatch, card: str, compiler: str, package: str, told: list[str]
+) -> None:
+    build_all(cards, KernelSpec("merge"), package, "")
+    have_compiler(cards, monkeypatch, compiler)
+    row = devices.named(card)
+    found = info._served_by(devices.CARDS.index(row), row.sm)
+    assert len(found) == len(told)
+    assert all(part in text for part, (_, text) in zip(told, found, strict=True)), found
 
 
 def test_compilers_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from flashpage import native
 from flashpage.base.dtypes import DType
 from flashpage.errors import PlanError, SettingError
 from flashpage.kernels import choose, devices, latent_formats, schedules
+from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.options import Options
 from flashpage.kernels.work import Problem
 
@@ -25,10 +26,11 @@ PREFILLS = (
     ([8192], [8192]),
     ([2048] * 3, [9000, 2048, 4096]),
 )
-SMS = (1, 7, 16, 46, 78, 114, 170)
+PARTS = ("H100:1", "H100:2", "H100:3", "RTX 4090:1", "RTX 4090:7", "RTX 4090:46")
+SMS = (1, 2, 3, 7, 16, 46, 78, 114, 170)
 
 
-@pytest.mark.parametrize("name", [*PROFILES, "H100:1", "RTX 4090:7", "RTX 4090:46"])
+@pytest.mark.parametrize("name", [*PROFILES, *PARTS])
 def test_plans_hold(name: str) -> None:
     """Decode and prefill batches, with the tile, the costs and the CTAs of the card."""
     card = devices.named(name)
@@ -41,10 +43,9 @@ def test_plans_hold(name: str) -> None:
 
 
 @pytest.mark.parametrize("row_format", ["plain", "scaled", *latent_formats.PACKED])
-@pytest.mark.parametrize("name", [*PROFILES, "H200", "H100:4", "RTX 4090:7"])
+@pytest.mark.parametrize("name", [*PROFILES, *PARTS, "H200", "H100:4", "H100:46"])
 def test_plans_of_latent_rows_hold(name: str, row_format: str) -> None:
-    """Decode, drafts and a prompt, with few and many heads, over pages with boxes and without, and over lists.
-    Two pairs of CTAs need four SMs."""
+    """Decode, drafts and a prompt, with few and many heads, over pages with boxes and without, and over lists."""
     card = devices.named(name)
     stored = DType.BFLOAT16 if row_format == "plain" else DType.FLOAT8_E4M3
     columns = 512 if row_format == "deepseek_v4" else 576
@@ -59,6 +60,25 @@ def test_plans_of_latent_rows_hold(name: str, row_format: str) -> None:
             for rows, tokens in (([2] * 5, [900, 1, 0, 64, 20_000]), PREFILLS[0]):
                 batch = Batch(np.array(rows), np.array(tokens), heads, 1, causal=True)
                 _check_options(batch, dataclasses.replace(options, causal=True), card)
+
+
+@pytest.mark.parametrize("sms", SMS[:4])
+def test_units_need_no_more_sms_than_there_are(sms: int) -> None:
+    """A card with fewer SMs than a pair of CTAs, or two pairs side by side, has other tiles or another kernel."""
+    card, whole = devices.named(f"H100:{sms}"), devices.named("H100")
+    types = [DType.BFLOAT16] * 3
+    latent = Options("latent", 128, 1, 576, 512, 64, *types, causal=True)
+    plain = Options("paged", 32, 8, 128, 128, 16, *types, causal=True)
+    used = set()
+    for options, contexts, packed in itertools.product((latent, plain), ContextClass, (16, 64, 128, 256, 4096)):
+        for rows in (0, 1, 2, 4):
+            problem = Problem(dataclasses.replace(options, uniform_q_len=rows), packed, contexts=contexts)
+            assert choose.choose_for_card(problem, card).spec.ctas <= sms
+            used.add(choose.choose_for_card(problem, whole).spec.ctas)
+    assert used == {1, 2, 4}
+    if sms == 1:
+        reasons = choose.choose_for_card(Problem(latent, 128), card).reasons
+        assert any("latent_wide_sm90: its unit needs 2 SMs, this card has 1" in line for line in reasons)
 
 
 def _check(batch: Batch, dim: int, card: devices.Device) -> None:

@@ -24,7 +24,7 @@ def record():
     fake.fake_clear()
     return lines
 
-def kernel(name, device=0, image=b"image"):
+def kernel(name, device=0, image=b"\\x7fELF image"):
     return host.check_handle(lib.fp_cuda_kernel_load(device, image, len(image), name))
 
 params = host.AttentionParams(q=4242)
