@@ -29,7 +29,7 @@ from .buffers import PlanBuffer
 from .lengths import Given
 from .mask_tiles import MaskTiles
 from .mixed_batch import MixedBatchPlan, Part, may_have_parts, most_few_rows
-from .prepared_kernels import PreparedKernels, trace
+from .prepared_kernels import PreparedKernels, prepare, trace
 from .workspaces import Workspaces, partial_bytes
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ class OptionPlan:
         key = rows, variant, has_known_lengths and not batch.is_graph, contexts, self._fixed_for, gathers
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = PreparedKernels(options, rows, batch.device, *key[2:])
+            prepared = prepare(options, rows, batch.device, *key[2:])
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared

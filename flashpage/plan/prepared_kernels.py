@@ -10,7 +10,7 @@ import torch
 
 from .. import jit, native, variants
 from ..base import tensor_memory
-from ..base.errors import PlanError, RunError, VariantError
+from ..base.errors import KernelMissingError, PlanError, RunError, VariantError
 from ..base.log import LOGGER
 from ..kernels import choose, helpers, schedules
 from ..kernels.context_classes import ContextClass
@@ -129,6 +129,26 @@ class PreparedKernels:
             return native.check_handle(native.load().fp_cpu_merge_kernel(out_dtype.host_code)), 1
         merge = jit.get_kernel(helpers.merge_spec(out_dtype, self.options.head_dim_vo), device)
         return merge.handle, MERGE_CTAS_PER_SM * self.choice.card.sms
+
+
+def prepare(
+    options: Options,
+    packed_rows: int,
+    device: torch.device,
+    has_known_lengths: bool,
+    contexts: ContextClass,
+    fixed_for: tuple[int, int] | None,
+    gathers: bool,
+) -> PreparedKernels:
+    """The kernels for a class of contexts; the usual ones if the class has a tile that is not built and cannot be
+    compiled here."""
+    try:
+        return PreparedKernels(options, packed_rows, device, has_known_lengths, contexts, fixed_for, gathers)
+    except KernelMissingError as error:
+        if contexts is ContextClass.USUAL:
+            raise
+        LOGGER.info("uses the usual tile in place of that of class %s: %s", contexts.name, error)
+    return prepare(options, packed_rows, device, has_known_lengths, ContextClass.USUAL, fixed_for, gathers)
 
 
 def mask_tiles_spec(choice: choose.KernelChoice, options: Options) -> KernelSpec | None:

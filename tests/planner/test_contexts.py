@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 from flashpage import BatchPrefillWithPagedKVCacheWrapper, jit, native
 from flashpage.base.dtypes import DType
+from flashpage.base.errors import KernelMissingError
 from flashpage.kernels import ATTENTION, attention_sm80, choose, context_lengths, devices, schedules
 from flashpage.kernels.context_classes import ANY_ROWS, ContextClass, context_row
 from flashpage.kernels.context_lengths import ContextLengths
@@ -20,7 +22,7 @@ from flashpage.kernels.options import Options
 from flashpage.kernels.prefill_sm90 import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
 from flashpage.kernels.spec import VariantSpec
 from flashpage.kernels.work import Problem
-from flashpage.plan import plan_lengths
+from flashpage.plan import plan_lengths, prepared_kernels
 from flashpage.plan.bounds import workspace_bounds
 from flashpage.plan.workspaces import partial_bytes
 from flashpage.variants import builtin
@@ -311,3 +313,28 @@ def test_given_lengths_count_and_not_the_room_of_their_pages(dtype: torch.dtype)
         options.call.context_table = ctypes.addressof(table)
         assert options._contexts.of_batch(ctypes.addressof(options.call)) is expected
         options.call.context_table = options._contexts.address
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_batch_has_the_usual_tile_if_that_of_its_class_is_not_built(
+    is_built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = context_row(ContextClass.SHORT, ANY_ROWS, 0)
+    kernels = [dataclasses.replace(kernel, context_rows=lambda *_: [row]) for kernel in ATTENTION]
+    monkeypatch.setattr(context_lengths, "ATTENTION", kernels)
+    asked: list[ContextClass] = []
+
+    def prepared(*arguments: Any) -> prepared_kernels.PreparedKernels:
+        asked.append(arguments[4])
+        if arguments[4] is ContextClass.SHORT or not is_built:
+            raise KernelMissingError("not built")
+        return original(*arguments)
+
+    original = prepared_kernels.PreparedKernels
+    monkeypatch.setattr(prepared_kernels, "PreparedKernels", prepared)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    lengths = (torch.tensor([0, 5]), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int32), torch.tensor([9]))
+    with contextlib.nullcontext() if is_built else pytest.raises(KernelMissingError):
+        for _ in range(2):  # the second plan does not ask again
+            wrapper.plan(*lengths, 2, 1, 64, 16, q_data_type=torch.float32)
+    assert asked == [ContextClass.SHORT, ContextClass.USUAL]
