@@ -1,6 +1,7 @@
 // The loading warps of decode kernels for Hopper: they fill the ring of slots.
 #pragma once
 #include "flashpage/ptx/atomic.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/tile/load/decode_boxes.h"
 #include "flashpage/tile/load/decode_rows.h"
 #include "flashpage/tile/load/query.h"
@@ -94,6 +95,8 @@ struct DecodeLoad {
   FP_DEVICE void publish(const Place& place, const Source& source, u32 use, const CtaItems& cta) {
     if (warp != warps - 1) return;
     const PlanHeader header = from_plan_words<PlanHeader>(start_words);
+    // Opaque, because otherwise the places of Q's rows would stay in registers for all units.
+    const int lane = ptx::opaque_from<100>(threadIdx.x) % 32;
     shared.place_ring.wait_empty(use);
     u32 slot = shared.place_ring.slot(use), barrier = shared.place_ring.full_barrier(use);
     if (!place.done) {

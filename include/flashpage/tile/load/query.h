@@ -96,7 +96,8 @@ FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const 
   using S = Shape<Traits>;
   if constexpr (is_fp8<typename Traits::StoredQuery> && !S::fp8_products) {
     // A single warp waits for every batch, so it takes large ones; next to accumulators few registers are free.
-    constexpr int batch = threads == 32 ? (S::value_tiles <= 16 ? 8 : 4) : Traits::warps_q > 1 ? 2 : 4;
+    constexpr bool has_registers = S::value_tiles <= 16 && !(S::rotate && Traits::tile_q > 32);
+    constexpr int batch = threads == 32 ? (has_registers ? 8 : 4) : Traits::warps_q > 1 ? 2 : 4;
     widen_query<Traits, threads, batch>(destination, params, unit, thread, offset);
   } else {
     copy_query<Traits, threads>(destination, unit.num_rows, thread,
