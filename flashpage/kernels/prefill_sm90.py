@@ -131,8 +131,8 @@ def visits_tiles(options: Options) -> bool:
 _LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
 _WIDEST_OF_PAIRS = 192
 # Tiles of pairs may compute so many times as much as those of single CTAs, as half of a request's last pair may be
-# unused: in general, and where a row sees many tokens. Tiles of two warpgroups replace those of three if they compute at
-# most the last number times as much (docs/tried.md).
+# unused: in general, and where a row sees many tokens. Tiles of two warpgroups replace those of three if they compute
+# at most the last number times as much (docs/tried.md).
 _MOST_OF_PAIRS, _MOST_OF_LONG_PAIRS, _LONG_FOR_PAIRS, _MOST_OF_SHORTER = 1.04, 1.1, 2048, 0.92
 # Tokens that a row sees; the second number applies if packed rows make at most two units for each SM. Shorter tiles
 # take 2 to 5% less time there, and 2% more elsewhere (docs/tried.md).
