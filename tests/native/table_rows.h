@@ -116,7 +116,7 @@ class Rows {
     for (int i = 0; i < columns_; ++i) fill_number(row, i);
   }
 
-  // Of all rows; those that were not filled hold anything.
+  // The numbers of all rows; those that were not filled hold anything.
   std::vector<double> values() const {
     std::vector<double> found;
     found.reserve(size_t(count_) * columns_);
@@ -133,7 +133,7 @@ class Rows {
   const Form& form() const { return forms[int(kind_)]; }
   int scaled() const { return form().with_scale < columns_ ? form().with_scale : columns_; }
   int row_bytes() const { return form().row ? form().row : columns_ * form().bits / 8; }
-  // Of a row's scales, if they are in memory of their own.
+  // Bytes of a row's scales that are in memory of their own.
   int scales_bytes() const {
     if (form().row || !form().with_scale) return 0;
     return (form().scale_columns ? scaled() / form().scale_columns : 1) * form().scale_bytes;
@@ -155,7 +155,7 @@ class Rows {
     return &scales_[size_t(row) * scales_bytes() + number * form().scale_bytes];
   }
 
-  // Of few bits, so that a number times its scale is exact in bf16.
+  // Scales have few bits, so that a number times its scale is exact in bf16.
   void fill_scale(int row, int column) {
     u8* const to = const_cast<u8*>(scale(row, column));
     const u32 bits = random_bits();
