@@ -220,7 +220,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             and none of their rows is written. None: all.
             options: the options of `plan`, by keyword.
 
-        On a card lengths must lie within 0 and a row of `block_tables`, and pages within the cache; the CPU checks them.
+        On a card lengths must lie within 0 and a row of `block_tables`, and pages within the cache: the CPU checks it.
         """
         arguments = DecodeArguments(num_qo_heads, num_kv_heads, head_dim, page_size, **options_of_device(options))
         if differ(arguments, self._arguments):
