@@ -90,7 +90,20 @@ def card_table(lines: list[Line]) -> str:
         rows.append([line["case"], own, rate, *times, ratio, *errors])
     header = ["case", "flashpage us", unit, *(f"{name(p)} us" for p in peers), "best peer / flashpage"]
     header += ["error", "best peer's"]
-    return table(header, rows) + mean_of(lines)
+    return widened_products(lines[0]) + table(header, rows) + mean_of(lines)
+
+
+def widened_products(line: Line) -> str:
+    """The paragraph on Ada's fp8 products before a table of a Hopper card, which has none for mma.sync."""
+    if line["section"] != "fp8-prefill" or ", planned as " not in line["card"]:
+        return ""
+    words = [
+        "On this card ptxas 13.0 makes each mma.sync m16n8k32 of e4m3 into 12 conversions to fp16 (F2FP) and two",
+        "products of fp16 (HMMA m16n8k16), but for sm_89 and sm_120 into one product of e4m3 (QMMA). So the ratio says",
+        "nothing of an Ada card's fp8 rate, by its datasheet twice that of fp16, and the error holds for sums in fp32,",
+        "of which QMMA may keep fewer bits.",
+    ]
+    return " ".join(words) + "\n\n"
 
 
 def host_table(lines: list[Line]) -> str:

@@ -39,7 +39,8 @@ def append_paged_kv_cache(
             kv_format is given: float16, bfloat16 or float32.
         batch_indices, positions: [nnz], the request of each token and its position there (get_batch_indices_positions).
         paged_kv_cache: as in the wrappers' run; written.
-        kv_indices, kv_indptr: page numbers, and where each request's begin, [batch + 1].
+        kv_indices, kv_indptr: page numbers, and where each request's begin, [batch + 1]. A card's are not checked: a
+            page beyond the cache is an illegal address.
         kv_last_page_len: [batch]; only its length is checked, as positions determine the rest.
         kv_layout: "NHD" or "HND".
         kv_format: how the cache stores rows, as plan takes it: rows are quantised to it as they are written.

@@ -33,7 +33,8 @@ class MLAPlanMetadata(NamedTuple):
 
         Args:
             qo_indptr, kv_indptr: [batch + 1], where each request's rows and pages begin.
-            kv_indices: page numbers.
+            kv_indices: page numbers, unchecked if on a card without FLASHPAGE_CHECK_INDICES=on: one beyond the cache is
+                an illegal address there.
             kv_len_arr: [batch], tokens of each request.
         """
         return MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr)

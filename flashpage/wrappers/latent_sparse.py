@@ -116,7 +116,7 @@ class BatchMLASparseAttentionWrapper:
         Args:
             indices: int32 [rows, topk] or [batch, rows, topk], contiguous, on the device: page * page_size + token of
                 the page; -1: none. Runs read this tensor, with `use_cuda_graph` a copy of it, or another one of its
-                shape.
+                shape. A card's lists are never checked: a token beyond the cache is an illegal address.
             topk_length: [rows], entries of each list that are used; None: all. If it is on a card, the plan is made
                 there, and the host reads no numbers.
             num_heads: query heads, any number.

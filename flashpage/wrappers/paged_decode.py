@@ -118,7 +118,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
 
         Args:
             indptr: [batch + 1], where each request's pages begin in `indices`.
-            indices: page numbers, at least indptr[-1] of them.
+            indices: page numbers, at least indptr[-1] of them, unchecked if on a card: one beyond the cache is an
+                illegal address there.
             last_page_len: [batch], tokens in each request's last page, 1 to page_size (0 too where it has no
                 pages). None: `seq_lens` gives the tokens, or each page has one.
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
@@ -133,7 +134,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             rope_scale, rope_theta: for ROPE_LLAMA; None: 1 and 1e4.
             non_blocking: whether copies of page numbers may be asynchronous.
             block_tables: [batch, pages], a row of page numbers for each request: in place of `indices` if that is None,
-                otherwise checked against it (on the device only with FLASHPAGE_CHECK_INDICES=on).
+                otherwise checked against it. FLASHPAGE_CHECK_INDICES=on checks all numbers on a card, too.
             seq_lens: [batch], tokens of each request; wins over `last_page_len`.
             fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
             the rest of the batch. None or -1: balanced.
@@ -214,13 +215,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             seq_lens: [batch] int32 or int64 on the device, tokens of each request.
             block_tables: [batch, pages] int32 on the device, read in place: page numbers of each request, as many as
                 its tokens need; later entries are not read.
-            table_rows: [batch] int32 or int64 on the device, the row of `block_tables` of each request (a pool's table
-            of all requests is read in place); None: 0, 1, 2, ...
+            table_rows: [batch] int32 or int64 on the device, each request's row of `block_tables`; None: 0, 1, 2, ...
             num_requests: [1] int32 on the device: how many of the batch's requests exist; the others are not planned
             and none of their rows is written. None: all.
             options: the options of `plan`, by keyword.
 
-        On a card lengths must lie within 0 and the capacity of a row of `block_tables`; the CPU checks them.
+        On a card lengths must lie within 0 and a row of `block_tables`, and pages within the cache: the CPU checks it.
         """
         arguments = DecodeArguments(num_qo_heads, num_kv_heads, head_dim, page_size, **options_of_device(options))
         if differ(arguments, self._arguments):

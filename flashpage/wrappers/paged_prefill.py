@@ -121,7 +121,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         Args:
             qo_indptr: [batch + 1], where each request's rows begin in q.
             paged_kv_indptr: [batch + 1], where each request's pages begin in `paged_kv_indices`.
-            paged_kv_indices: page numbers, at least paged_kv_indptr[-1] of them.
+            paged_kv_indices: page numbers, at least paged_kv_indptr[-1] of them. One beyond the cache is an
+                illegal address on a card, where numbers are checked only with FLASHPAGE_CHECK_INDICES=on.
             paged_kv_last_page_len: [batch], tokens in each request's last page, 1 to page_size (0 too
                 where it has no pages). None: `seq_lens` gives the tokens, or each page has one.
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
@@ -245,8 +246,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             and none of their rows is written. None: all.
             options: the options of `plan`, by keyword.
 
-        On a card lengths must lie within 0 and the capacity of a row of `block_tables`, rows within 0 and `max_rows`;
-        the CPU checks them.
+        On a card lengths must lie within 0 and the capacity of a row of `block_tables`, rows within 0 and `max_rows`,
+        and page numbers within the cache. The CPU checks them, and with FLASHPAGE_CHECK_INDICES=on a card's are checked
+        outside of captures.
         """
         if max_rows is None:
             if self._planner.capacity is None:
