@@ -96,9 +96,10 @@ enum fp_length_error : int32_t {
 // than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV heads of one CTA if
 // num_ctas is not a multiple of num_kv_heads).
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
+// flashpage::merge_rounds.
+FP_API int32_t fp_merge_rounds(int32_t partials, int32_t jobs);
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0:
 // each request has one row; a fixed split's bound is then far lower than if one request may have all rows.
-FP_API int32_t fp_merge_rounds(int32_t partials, int32_t jobs);  // flashpage::merge_rounds
 FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                               int32_t num_kv_heads, const flashpage::Visibility*, const fp_schedule*,
                               int64_t* plan_bytes, int64_t* partial_rows);

@@ -175,7 +175,7 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
         gains = 128 - whole_rows(128, group) >= _ROWS_LEFT_OUT and options.window_left < 0
         if gains:
             rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=_CONTEXT_OF_FULL_UNITS))
-    elif not has_short_window:
+    elif not has_short_window and _has_pairs(options.kv_source, usual_tile, options.head_dim_vo):
         for least, most in ((least_tokens, _MOST_OF_PAIRS), (max(least_tokens, _LONG_FOR_PAIRS), _MOST_OF_LONG_PAIRS)):
             pairs = Padding(2 * usual_tile, usual_tile, most)
             rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=least, padding=pairs))
@@ -191,10 +191,12 @@ def _has_whole_groups(options: Options) -> bool:
 
 
 def _may_be_taller(options: Options) -> bool:
-    """Whether the usual tile may have three warpgroups."""
-    widest = max(options.head_dim_qk, options.head_dim_vo)
-    is_known = widest <= 96 or (widest <= 128 and (options.has_soft_cap or options.needs_variant))
-    return is_known and not options.kv_dtype.is_fp8 and _has_whole_groups(options)
+    """Whether the usual tile may have three warpgroups. A variant of the user's may have a soft cap, which is not known
+    here."""
+    widest, rotates = max(options.head_dim_qk, options.head_dim_vo), options.position_encoding == "ROPE_LLAMA"
+    is_capped = options.has_soft_cap and options.q_dtype is not DType.FLOAT16 and not options.has_mask
+    is_known = widest <= 96 or (widest <= 128 and is_capped and _loader(options) == "boxes")
+    return is_known and not rotates and not options.kv_dtype.is_fp8 and _has_whole_groups(options)
 
 
 def _has_tiles_of_few(options: Options) -> bool:
@@ -230,9 +232,13 @@ def _may_pair(spec: KernelSpec, loop: InnerLoop, widest: int) -> bool:
     have not been tried with pairs. Wide heads, and narrow ones of 16 bits, gain nothing (docs/tried.md)."""
     is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     gains = spec.loader == "transposed" or (spec.loader == "boxes" and widest > 64)
-    # Three warpgroups of wide heads leave the loading warps too few registers for pages of pairs.
-    has_registers = spec.kv_source == "ragged" or spec.rows <= 128 or widest <= 96
-    return is_light and gains and has_registers and widest <= _WIDEST_OF_PAIRS
+    has_pairs = _has_pairs(spec.kv_source, spec.rows, spec.head_dim_vo)
+    return is_light and gains and has_pairs and widest <= _WIDEST_OF_PAIRS
+
+
+def _has_pairs(kv_source: str, rows: int, head_dim_vo: int) -> bool:
+    """Three warpgroups of wide heads leave the loading warps too few registers for pages of pairs."""
+    return kv_source == "ragged" or rows <= 128 or head_dim_vo <= 96
 
 
 def whole_rows(packed_rows: int, group_size: int) -> int:

@@ -56,6 +56,10 @@ def usual_and(
         ({}, 200, 4096, False),  # 800 packed rows: three pairs of tiles and half of one
         ({}, 64, 4096, True),  # 256: one pair
         ({}, 96, 4096, False),  # 384: one and a half
+        ({"position_encoding": "ALIBI"}, 64, 4096, True),
+        ({"has_soft_cap": True, "q_dtype": DType.FLOAT16, "kv_dtype": DType.FLOAT16}, 64, 4096, True),
+        ({"has_soft_cap": True}, 4096, 4096, False),  # no pairs over pages
+        ({"has_soft_cap": True, "kv_source": "ragged", "page_size": 0}, 4096, 4096, True),
         ({"causal": False}, 800, 800, True),
         ({"num_kv_heads": 8}, 4096, 4096, False),
         ({"num_kv_heads": 8}, 7000, 7000, True),

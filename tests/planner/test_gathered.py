@@ -375,7 +375,7 @@ def test_strides_of_one_token_are_not_those_of_many(as_on_hopper: None, monkeypa
             super().__init__(*arguments)
             self.choice = dataclasses.replace(self.choice, spec=dataclasses.replace(self.choice.spec, loader="boxes"))
 
-    monkeypatch.setattr(option_plan, "PreparedKernels", InBoxes)
+    monkeypatch.setattr(prepared_kernels, "PreparedKernels", InBoxes)
     monkeypatch.setattr(option_plan.choose, "packed_rows", lambda *_: 128)
     one, many = (dataclasses.replace(TWO, q_lens=(70,), kv_lens=(tokens,), causal=False) for tokens in (1, 130))
     batch, other = Batch(one), Batch(many)

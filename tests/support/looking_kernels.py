@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flashpage import native
-from flashpage.plan import option_plan
+from flashpage.plan import prepared_kernels
 from flashpage.plan.prepared_kernels import PreparedKernels
 
 
@@ -24,4 +24,4 @@ def look_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*arguments)
             self.mask_tiles = kernel  # type: ignore[assignment]
 
-    monkeypatch.setattr(option_plan, "PreparedKernels", Looking)
+    monkeypatch.setattr(prepared_kernels, "PreparedKernels", Looking)

@@ -18,6 +18,7 @@ struct Merge {
   static constexpr int columns_a_step = 32 * 4;           // flashpage/kernels/tile.py, MERGE_COLUMNS
   static constexpr bool by_columns = Traits::by_columns;  // rows have many columns
   static constexpr int most_steps = 4;                    // of a row's columns that a warp loads at the same time
+  static constexpr bool is_early = !by_columns;           // an item is read ahead; many columns leave no registers
   // A card of 132 SMs has 2,112 warps of this kernel at once. From half as many rows on, each has a warp, and jobs are
   // shared as long as that takes at most twice as many warps.
   static constexpr int enough_rows = 1024, enough_jobs = 4096;
@@ -42,19 +43,22 @@ struct Merge {
     const int warp = threadIdx.x / 32;
     const i32 cta_rows = warps >> shift, shares = ceil_div(plan->merge_rows, cta_rows);  // CTAs of an item's rows
     const i32 all = rows == 0 ? 0 : plan->num_merges * shares * parts;
-    MergeItem next = blockIdx.x < all ? merges[blockIdx.x / parts / shares] : MergeItem{};
+    const auto item_of = [&](i32 i) { return merges[i / parts / shares]; };
+    i32 i = blockIdx.x;
+    MergeItem next = is_early && i < all ? item_of(i) : MergeItem{};
     ptx::grid_dependency_wait();
-    for (i32 i = blockIdx.x; i < all; i += gridDim.x) {
-      const i32 share = i / parts, first = i % parts * columns_a_step;
-      const i32 row = share % shares * cta_rows, following = i + gridDim.x;
-      const MergeItem item = next;
-      if (following < all) next = merges[following / parts / shares];
-      if (row >= item.num_rows || is_merged(params, item)) continue;
-      if (is_divided || shift > 0) {
-        merge_together(params, item, row + (warp >> shift), first, warp, shift);
-      } else if (row + warp < item.num_rows) {
-        merge_row(params, item, row + warp);
+    while (i < all) {
+      const MergeItem item = is_early ? next : item_of(i);
+      const i32 first = i % parts * columns_a_step, row = i / parts % shares * cta_rows;
+      if (row < item.num_rows && !is_merged(params, item)) {
+        if (is_divided || shift > 0) {
+          merge_together(params, item, row + (warp >> shift), first, warp, shift);
+        } else if (row + warp < item.num_rows) {
+          merge_row(params, item, row + warp);
+        }
       }
+      i += gridDim.x;
+      if (is_early && i < all) next = item_of(i);
     }
     ptx::grid_dependency_launch();
   }

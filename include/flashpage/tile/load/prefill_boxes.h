@@ -100,7 +100,7 @@ struct PrefillBoxes {
     return token < source.kv_begin || (token + tokens > source.kv_end && (source.kv_end - token & in_box) != 0);
   }
   // Sets rows that the unit does not see to zero. If warps alternate in groups of 32 rows, each clears its own rows.
-  FP_DEVICE void clear_hidden(const Source& source, int tile, u32 to, int warp = 0, int warps = 1) const {
+  FP_DEVICE void clear_hidden(const Source& source, int tile, u8* to, int warp = 0, int warps = 1) const {
     const i32 token = source.first_token + tile * tokens, in_box = (1 << box_shift) - 1;
     const i32 end = max_of(0, source.kv_end - token);
     clear(to, 0, source.kv_begin - token, warp, warps);
@@ -149,12 +149,12 @@ struct PrefillBoxes {
     }
   }
 
-  FP_DEVICE static void clear(u32 to, int begin, int end, int warp, int warps) {
+  FP_DEVICE static void clear(u8* to, int begin, int end, int warp, int warps) {
     for (int i = lane(); i < (end - begin) * 8; i += 32) {
       if ((begin + i / 8) / 32 % warps != warp) continue;
 #pragma unroll
       for (int panel = 0; panel < Rows::panels; ++panel)
-        ptx::store_shared(to + panel * Rows::panel_bytes + begin * 128 + i * 16, 0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(to + panel * Rows::panel_bytes + begin * 128 + i * 16) = make_uint4(0, 0, 0, 0);
     }
   }
 

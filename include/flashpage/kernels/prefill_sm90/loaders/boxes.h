@@ -82,7 +82,7 @@ struct BoxLoading : QueryLoader<Traits> {
                              u32 phases) const {
     const u32 slot = shared.value_ring.slot(use), edge_slot = slot % Shared::edges;
     ptx::mbarrier_wait(edge_of(slot), phases >> edge_slot & 1);
-    tiles.clear_hidden(source, tile, ptx::shared_address(shared.values[slot]));
+    tiles.clear_hidden(source, tile, shared.values[slot]);
     if (lane == 0) ptx::mbarrier_arrive(shared.value_ring.full_barrier(use));
     return phases ^ 1 << edge_slot;
   }

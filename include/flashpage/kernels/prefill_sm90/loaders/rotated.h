@@ -163,8 +163,7 @@ struct RotatedLoading : QueryLoader<Traits> {
       const ValueTiles tiles = value_tiles();
       const typename ValueTiles::Source source = tiles.open(place_of(tile > 0 ? unit_use : unit_use - 1));
       ptx::mbarrier_wait(ptx::shared_address(&shared.edge), cursor.edges++ / 2 & 1);
-      tiles.clear_hidden(source, (tile > 0 ? tile : source.tiles) - 1,
-                         ptx::shared_address(shared.values[shared.value_ring.slot(use - 1)]));
+      tiles.clear_hidden(source, (tile > 0 ? tile : source.tiles) - 1, shared.values[shared.value_ring.slot(use - 1)]);
       if (lane() == 0) ptx::mbarrier_arrive(shared.value_ring.full_barrier(use - 1));
     }
   }

@@ -49,8 +49,7 @@ struct TransposedLoading : BoxLoading<Traits> {
       u8* from = shared.staged[shared.staged_ring.slot(use)];
       shared.staged_ring.wait_full(use);
       if (tiles.has_hidden(source, visits.now()))  // a probability of zero would not hide NaN
-        tiles.clear_hidden(source, visits.now(), ptx::shared_address(from), warp % Warps::transposing,
-                           Warps::transposing);
+        tiles.clear_hidden(source, visits.now(), from, warp % Warps::transposing, Warps::transposing);
       shared.value_ring.wait_empty(use);
       Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(use)]),
                             warp % Warps::transposing, lane);
