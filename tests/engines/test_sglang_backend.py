@@ -143,7 +143,11 @@ def test_requests_that_pad_a_captured_step(device: str) -> None:
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("form", [Form(), Form(page=16, window=30)], ids=["usual", "pages and a window"])
+@pytest.mark.parametrize(
+    "form",
+    [Form(), Form(page=16, window=30), Form(page=8, window=30, window_pool=True), Form(page=16, sinks=True)],
+    ids=repr,
+)
 def test_trees_of_guesses(form: Form, is_captured: bool, device: str) -> None:
     """Each guess sees its ancestors; a second step has another tree."""
     given = (("speculative_eagle_topk", 2), ("speculative_num_draft_tokens", 4))
@@ -222,18 +226,7 @@ def test_deterministic_mode_does_not_depend_on_the_batch(device: str) -> None:
         backend, batch = scene.backend(), scene.batch(mode)
         backend.init_forward_metadata(batch)
         together = scene.run(backend, batch)
-        rows = scene.q_lens[-1]
-        alone = SimpleNamespace(**vars(batch))
-        for name in (
-            "req_pool_indices",
-            "seq_lens",
-            "extend_seq_lens",
-            "extend_seq_lens_cpu",
-            "extend_prefix_lens_cpu",
-        ):
-            values = getattr(batch, name)
-            setattr(alone, name, None if values is None else values[-1:])
-        alone.positions = batch.positions[-rows:]
+        rows, alone = scene.q_lens[-1], scene.last_request(batch)
         backend.init_forward_metadata(alone)
         found = backend.forward(scene.q[-rows:].flatten(1), None, None, scene.layer, alone)
         assert torch.equal(found.view(rows, 4, 64), together[-rows:])
@@ -292,7 +285,11 @@ def test_arguments_that_cannot_be_served() -> None:
             support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", **only))
     with pytest.raises(ValueError, match="--dcp-size 2"):
         support.check_arguments(fake_sglang.server_args(dcp_size=2))
-    config = SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"), hf_text_config=SimpleNamespace(index_topk=8))
+    config = SimpleNamespace(
+        attention_arch=SimpleNamespace(name="MLA"),
+        hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"]),
+        hf_text_config=SimpleNamespace(index_topk=8),
+    )
     sparse = {"get_model_config": lambda: config}
     for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         with pytest.raises(ValueError, match="DeepSeek sparse attention"):

@@ -39,6 +39,16 @@ CHECKPOINTS_OWN: dict[str, Any] = {
     },
 }
 
+# SGLang's names of Gemma 4's sizes, which it gives to checkpoints with images; on the CPU it divides the experts' size.
+GEMMA4_OWN: dict[str, Any] = {
+    "head_dim": 64,
+    "v_head_dim": 64,
+    "swa_head_dim": 32,
+    "swa_v_head_dim": 32,
+    "swa_num_key_value_heads": 2,
+    "moe_intermediate_size": 256,
+}
+
 pytestmark = pytest.mark.slow
 
 
@@ -58,6 +68,7 @@ def answers(folder: Path, engines: list[dict[str, Any]]) -> list[Any]:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "FLASHPAGE_PROGRESS": "off",
         "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles its experts for the CPU, which takes ten seconds
     }
     command = [sys.executable, str(SUPPORT / "sglang_program.py"), str(job), str(out)]
     done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True, timeout=600)
@@ -68,11 +79,14 @@ def answers(folder: Path, engines: list[dict[str, Any]]) -> list[Any]:
 
 def test_tokens_equal_those_of_its_own_attention(tmp_path: Path) -> None:
     """Prefixes shared through the radix cache, prompts in chunks next to decodes; a Llama against SGLang's attention in
-    torch, head_dim 80, Gemma2 and DeepSeek-V3 against transformers. Gemma2 has soft caps, and windows in every second
-    layer, whose tokens have the slots of all layers or their own. DeepSeek-V3 has latent rows."""
+    torch, and others against transformers. Gemma2 has soft caps, and windows in every second layer, whose tokens have
+    the slots of all layers or their own; DeepSeek-V3 has latent rows. gpt-oss (with sinks), EXAONE 4 and Gemma 4 have
+    windows too, and SGLang would not start them without our hooks."""
     needs(TREE, get_sglang.PACKAGES)
     llama, wide = (tiny_model.write(tmp_path / name.replace(" ", "-"), name) for name in ("llama", "head_dim 80"))
     gemma2, deepseek = tiny_model.write_gemma2(tmp_path / "gemma2"), tiny_model.write_deepseek(tmp_path / "deepseek")
+    gpt_oss, exaone4 = tiny_model.write_gpt_oss(tmp_path / "gpt-oss"), tiny_model.write_exaone4(tmp_path / "exaone4")
+    gemma4 = tiny_model.write_gemma4(tmp_path / "gemma4")
     # SGLang reads another name of the activation; a soft cap of logits runs in Triton, and changes no greedy token.
     changes: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "final_logit_softcapping": None}
     own_pool = changes | {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]}
@@ -85,14 +99,22 @@ def test_tokens_equal_those_of_its_own_attention(tmp_path: Path) -> None:
             {"model_path": str(wide), **ours},
             {"model_path": str(gemma2), **ours, "json_model_override_args": json.dumps(changes)},
             {"model_path": str(gemma2), **ours, "json_model_override_args": json.dumps(own_pool)},
+            {"model_path": str(gpt_oss), **ours},
+            {"model_path": str(exaone4), **ours},
+            {"model_path": str(gemma4), **ours, "json_model_override_args": json.dumps(GEMMA4_OWN)},
             {"model_path": str(deepseek), **ours, "json_model_override_args": json.dumps(CHECKPOINTS_OWN)},
         ],
     )
-    assert [each["pool"] for each in found] == ["", *["MHATokenToKVPool"] * 3, "SWAKVPool", "MLATokenToKVPool"]
+    assert [each["pool"] for each in found] == [
+        *("", "MHATokenToKVPool", "MHATokenToKVPool", "MHATokenToKVPool", "SWAKVPool"),
+        *("SWAKVPool", "MHATokenToKVPool", "SWAKVPool", "MLATokenToKVPool"),
+    ]
     tokens = [each["tokens"] for each in found]
     assert tokens[1] == tokens[0], "llama"
     assert tokens[2] == tiny_model.expected_tokens(wide, NEW_TOKENS), "head_dim 80"
     windows = tiny_model.expected_tokens(gemma2, NEW_TOKENS)
     assert tokens[3] == windows, "windows"
     assert tokens[4] == windows, "windows in their own pool"
-    assert tokens[5] == tiny_model.expected_tokens(deepseek, NEW_TOKENS), "latent rows"
+    for i, model in ((5, gpt_oss), (6, exaone4), (7, gemma4)):
+        assert tokens[i] == tiny_model.expected_tokens(model, NEW_TOKENS), model.name
+    assert tokens[8] == tiny_model.expected_tokens(deepseek, NEW_TOKENS), "latent rows"

@@ -59,6 +59,23 @@ def test_e4m3_rows(device: str) -> None:
     close(scene.run(backend, batch, True), scene.expected())
 
 
+@pytest.mark.parametrize("page", [1, 16])
+def test_deterministic_mode_does_not_depend_on_the_batch(page: int, device: str) -> None:
+    for mode in (ForwardMode.DECODE, ForwardMode.MIXED):
+        scene = LatentScene(*STEPS[mode], device, page)
+        backend, batch = scene.backend(enable_deterministic_inference=True), scene.batch(mode)
+        backend.init_forward_metadata(batch)
+        together = scene.run(backend, batch, True)
+        close(together, scene.expected())
+        alone, rows = scene.last_request(batch), scene.q_lens[-1]
+        backend.init_forward_metadata(alone)
+        found = backend.forward(scene.q[-rows:], None, None, scene.layer, alone)
+        assert torch.equal(found.view(rows, HEADS, -1), together[-rows:])
+        (planner,) = backend._planners.values()
+        plans = [attention for found in planner._eager._attentions.values() for attention in found.values()]
+        assert plans and all(attention.options.fixed_piece_tokens == 4096 for attention in plans)
+
+
 @pytest.mark.parametrize("padding", [0, 2])
 def test_expanded_prompts(padding: int, device: str) -> None:
     """The step's own tokens, all of a request's tokens at once, and chunks of earlier ones with LSEs. Two steps."""

@@ -180,6 +180,7 @@ def server_args(**changes: Any) -> SimpleNamespace:
         "page_size": 1,
         "chunked_prefill_size": 128,
         "max_prefill_tokens": 256,
+        "speculative_algorithm": None,
         "speculative_eagle_topk": None,
         "speculative_num_draft_tokens": None,
         "enable_deterministic_inference": False,

@@ -53,6 +53,7 @@ class LatentScene(Requests):
                 qk_rope_head_dim=self.kpe,
                 is_encoder_decoder=False,
                 attention_chunk_size=None,
+                hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"]),
                 attention_arch=SimpleNamespace(name="MLA"),
                 hf_text_config=SimpleNamespace(),
             ),

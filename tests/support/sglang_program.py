@@ -1,7 +1,8 @@
 """Real SGLang engines in a process of its own: `python sglang_program.py JOB.json OUT.json`.
 
-A job has `prompts`, and `engines`, each with options of `Engine`. SGLang's own kit of tests runs too. The output has
-each engine's tokens, and the class of the pool of tokens that our backend got; "" if the engine has another backend.
+A job has `prompts`, and `engines`, each with options of `Engine`; the first is a Llama, the last a DeepSeek. SGLang's
+own kit of tests runs too. The output has each engine's tokens, and the class of the pool of tokens that our backend
+got; "" if the engine has another backend.
 """
 
 from __future__ import annotations
@@ -57,10 +58,31 @@ def check_answers(model: str) -> None:
     refused(lambda: factory._create_backend(*names), "DeepSeek sparse attention")  # by our backend: it was chosen
 
 
+def check_hooks(llama: str, deepseek: str) -> None:
+    """What SGLang refuses by lists of names, and admits with our hooks."""
+    from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.server_args import ServerArgs
+
+    usual = {"device": "cpu", "attention_backend": "flashpage"}
+    arguments = ServerArgs(model_path=deepseek, **usual, enable_deterministic_inference=True)
+    assert arguments.attention_backend == "flashpage" and not arguments.disable_radix_cache
+    original = ServerArgs._handle_deterministic_inference.__wrapped__
+    refused(lambda: original(arguments), "deterministic inference with DeepSeek models")
+    trees = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
+    drafts = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": llama}
+    arguments = ServerArgs(model_path=llama, page_size=16, **usual, **drafts, **trees)
+    arguments.check_server_args()
+    assert arguments.attention_backend == "flashpage" and arguments.page_size == 16
+    refused(lambda: speculative_hook._handle_eagle_family.__wrapped__(arguments), "with page_size > 1")
+    arguments.device = "cuda"  # n-gram drafts need a card
+    speculative_hook._handle_ngram(arguments)
+    refused(lambda: speculative_hook._handle_ngram.__wrapped__(arguments), "with page_size(16) > 1")
+
+
 def refused(call: Callable[[], object], reason: str) -> None:
     try:
         call()
-    except ValueError as error:
+    except (AssertionError, ValueError) as error:
         assert reason in str(error), error
     else:
         raise AssertionError(f"not refused: {reason}")
@@ -119,6 +141,7 @@ def main(job_path: str, out_path: str) -> None:
     pool = Path(out_path + ".pool")
     note_pools(pool)
     check_answers(job["engines"][0]["model_path"])
+    check_hooks(job["engines"][0]["model_path"], job["engines"][-1]["model_path"])
     params = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     out = []
     for options in job["engines"]:

@@ -52,6 +52,16 @@ class Requests:
         }
         return SimpleNamespace(**found | more)
 
+    def last_request(self, batch: SimpleNamespace) -> SimpleNamespace:
+        """The ForwardBatch of a step that has only the last request of this one."""
+        found = SimpleNamespace(**vars(batch))
+        names = "req_pool_indices", "seq_lens", "extend_seq_lens", "extend_seq_lens_cpu", "extend_prefix_lens_cpu"
+        for name in names:
+            values = getattr(batch, name)
+            setattr(found, name, None if values is None else values[-1:])
+        found.positions = batch.positions[-self.q_lens[-1] :]
+        return found
+
     def on_device(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 

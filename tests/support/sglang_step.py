@@ -107,6 +107,7 @@ class Scene(Requests):
                 head_dim=form.heads[2],
                 is_encoder_decoder=form.encoder,
                 attention_chunk_size=None,
+                hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
                 attention_arch=SimpleNamespace(name="MHA"),
             ),
             req_to_token_pool=SimpleNamespace(req_to_token=self.slots.to(self.device)),

@@ -99,6 +99,76 @@ def write_deepseek(folder: Path) -> Path:
     return folder
 
 
+# Of models with a window of 32 tokens in some layers; weights are large, so that greedy tokens differ from one another.
+_WINDOWED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
+
+
+def write_gpt_oss(folder: Path) -> Path:
+    """gpt-oss with four experts, and sinks that matter."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    model = GptOssForCausalLM(GptOssConfig(num_hidden_layers=4, rope_parameters=rope, **experts, **_WINDOWED))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, 2.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_exaone4(folder: Path) -> Path:
+    """EXAONE 4 with windows in two of three layers; the third has no rotation."""
+    from transformers import Exaone4Config, Exaone4ForCausalLM
+
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    config = Exaone4Config(
+        num_hidden_layers=3,
+        layer_types=kinds,
+        sliding_window_pattern="LLG",
+        rope_parameters=rope,
+        tie_word_embeddings=False,
+        **_WINDOWED,
+    )
+    Exaone4ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_gemma4(folder: Path) -> Path:
+    """Gemma 4 with wider heads in layers without a window; the last two layers read the K and V of earlier ones."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=2,
+        global_head_dim=64,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCABULARY,
+        use_double_wide_mlp=False,
+        **_WINDOWED,
+    )
+    model = Gemma4ForCausalLM(config)
+    with torch.no_grad():  # small, as they are the output's weights too, and would repeat the last token
+        model.model.embed_tokens.weight.mul_(0.1)
+        model.model.embed_tokens_per_layer.weight.mul_(0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
 def _drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Random weights, large enough for attention to decide the next token; norms are 1."""
     if len(shape) == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from . import admission
 from .name import NAME
 
 
@@ -16,6 +17,8 @@ def register() -> None:
     factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     HookRegistry.register(factory, _create_draft_backend, HookType.AROUND)
     HookRegistry.register("sglang.srt.server_args.ServerArgs.check_server_args", _check_server_args, HookType.BEFORE)
+    for name, hook in admission.hooks().items():
+        HookRegistry.register(name, hook, HookType.AROUND)
 
 
 def _support_triton(original: Any, backend: str) -> bool:

@@ -7,15 +7,19 @@ from typing import Any
 import torch
 
 from ..plugin.refusal import latent_refusal, refusal
-from .name import NAME
+from .name import NAME, NAMING_FIELDS
 
 _KV_CACHE_TYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
-_NAMES_OF_BACKENDS = "attention_backend", "prefill_attention_backend", "decode_attention_backend"
+_FROZEN_DRAFTS = "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"
+_NO_FROZEN_DRAFTS = (
+    "flashpage does not serve drafts that read the model's own cache (FROZEN_KV_MTP, of Gemma 4) in SGLang. "
+    "Choose --speculative-draft-attention-backend triton."
+)
 
 
 def check_arguments(arguments: Any) -> None:
     """Checks SGLang's ServerArgs, before a model is loaded."""
-    serves_model = NAME in (getattr(arguments, name, None) for name in _NAMES_OF_BACKENDS)
+    serves_model = NAME in (getattr(arguments, name, None) for name in NAMING_FIELDS)
     if not serves_model and arguments.speculative_draft_attention_backend != NAME:
         return
     if arguments.kv_cache_dtype not in _KV_CACHE_TYPES:
@@ -28,11 +32,14 @@ def check_arguments(arguments: Any) -> None:
             f"--dcp-size {arguments.dcp_size}: flashpage has no decode context parallelism in SGLang. "
             "Choose another --attention-backend, or --dcp-size 1."
         )
+    drafts_with = arguments.speculative_draft_attention_backend
+    if arguments.speculative_algorithm == "FROZEN_KV_MTP" and drafts_with in (None, NAME):
+        raise ValueError(f"--speculative-algorithm FROZEN_KV_MTP: {_NO_FROZEN_DRAFTS}")
     if serves_model:
-        check_model(_model_config_of(arguments), arguments.speculative_eagle_topk or 0)
+        check_model(model_config_of(arguments), arguments.speculative_eagle_topk or 0)
 
 
-def _model_config_of(arguments: Any) -> Any:
+def model_config_of(arguments: Any) -> Any:
     """SGLang's ModelConfig; newer versions have a function in place of the method."""
     find = getattr(arguments, "get_model_config", None)
     if find is None:
@@ -42,6 +49,11 @@ def _model_config_of(arguments: Any) -> Any:
     return find()
 
 
+def architecture_of(config: Any) -> str:
+    """The name of a ModelConfig's model."""
+    return str(config.hf_config.architectures[0])
+
+
 def has_latent_rows(config: Any) -> bool:
     """Whether a ModelConfig's layers have multi-head latent attention (MLA)."""
     return bool(config.attention_arch.name == "MLA")
@@ -49,6 +61,8 @@ def has_latent_rows(config: Any) -> bool:
 
 def check_model(config: Any, topk: int) -> None:
     """Checks SGLang's ModelConfig, which is known before weights are loaded."""
+    if architecture_of(config) in _FROZEN_DRAFTS:
+        raise ValueError(_NO_FROZEN_DRAFTS)
     if has_latent_rows(config):
         _check_latent_model(config, topk)
     if getattr(config, "attention_chunk_size", None):
