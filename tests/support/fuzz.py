@@ -103,7 +103,9 @@ def _memory(draw: st.DrawFn, entry: str, form: Format) -> dict[str, Any]:
         if not form["head_dim_vo"] and "+" not in form["kv_format"]:
             forms += ["fused"] + (["fused_4d"] if page_size == 1 else [])
         forms += ["tuple_3d"] if page_size == 1 else []
-        forms += ["odd_page"] if page_size == 1 and kv_layout == "NHD" else []  # a stride of 7
+        # A stride of 7, also of the scales' bytes, which scales of tokens are four of.
+        is_odd = page_size == 1 and kv_layout == "NHD" and "token" not in form["kv_format"]
+        forms += ["odd_page"] if is_odd else []
     cache = draw(st.sampled_from(forms))
     return {"page_size": page_size, "cache": cache, "kv_layout": kv_layout}
 
