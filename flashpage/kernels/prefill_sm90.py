@@ -130,10 +130,10 @@ def visits_tiles(options: Options) -> bool:
 # fp8: docs/tried.md), but they compute on 64 / group_size more hidden tokens a unit if masks are causal.
 _LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
 _WIDEST_OF_PAIRS = 192
-# Tiles of pairs may compute so many times as much as those of single CTAs, as half of a request's last pair may be
-# unused: in general, and where a row sees many tokens. Tiles of two warpgroups replace those of three if they compute
-# at most the last number times as much (docs/tried.md).
-_MOST_OF_PAIRS, _MOST_OF_LONG_PAIRS, _LONG_FOR_PAIRS, _MOST_OF_SHORTER = 1.04, 1.1, 2048, 0.92
+# Half of a request's last pair may be unused. So pairs may compute so many times as much as single CTAs, and more where
+# a row sees so many tokens (docs/tried.md).
+_MOST_OF_PAIRS = 1.04
+_MANY_TOKENS, _MOST_OF_MANY_TOKENS = 2048, 1.1
 # Tokens that a row sees; the second number applies if packed rows make at most two units for each SM. Shorter tiles
 # take 2 to 5% less time there, and 2% more elsewhere (docs/tried.md).
 _SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_ROWS_OF_SM = 320, 640, 2 * 128
@@ -146,7 +146,9 @@ _WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an
 # Tokens that a row sees from which units of wide heads are full, if whole rows of a group would leave out so many
 # packed rows of a tile (docs/tried.md).
 _CONTEXT_OF_FULL_UNITS, _ROWS_LEFT_OUT = 8192, 5
-_CONTEXT_OF_SHORTER = 512  # tokens that a row sees from which tiles of two warpgroups may replace those of three
+# Tiles of two warpgroups replace those of three where a row sees so many tokens, if they compute at most so many times
+# as much (docs/tried.md).
+_CONTEXT_OF_SHORTER, _MOST_OF_SHORTER = 512, 0.92
 
 
 def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
@@ -172,11 +174,11 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
             context_row(ContextClass.PARTIAL, ANY_ROWS, is_prefill, least_tokens=_CONTEXT_OF_SHORTER, padding=shorter)
         )
     if max(options.head_dim_qk, options.head_dim_vo) > _WIDEST_OF_PAIRS:
-        gains = 128 - whole_rows(128, group) >= _ROWS_LEFT_OUT and options.window_left < 0
-        if gains:
+        if 128 - whole_rows(128, group) >= _ROWS_LEFT_OUT and options.window_left < 0:
             rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=_CONTEXT_OF_FULL_UNITS))
     elif not has_short_window and _has_pairs(options.kv_source, usual_tile, options.head_dim_vo):
-        for least, most in ((least_tokens, _MOST_OF_PAIRS), (max(least_tokens, _LONG_FOR_PAIRS), _MOST_OF_LONG_PAIRS)):
+        many_tokens = max(least_tokens, _MANY_TOKENS)
+        for least, most in ((least_tokens, _MOST_OF_PAIRS), (many_tokens, _MOST_OF_MANY_TOKENS)):
             pairs = Padding(2 * usual_tile, usual_tile, most)
             rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=least, padding=pairs))
     if has_short:

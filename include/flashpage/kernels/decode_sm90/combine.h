@@ -157,7 +157,7 @@ struct DecodeCombine {
 
   // Whether the merge kernel merges the unit: one CTA would take long for many pieces of many rows.
   FP_DEVICE bool leaves(const MergeItem& merge) const {
-    const i32 jobs = merge.num_rows * ceil_div(Traits::head_dim_vo, 128);
+    const i32 jobs = merge.num_rows * ArrivalMerge<Traits, Warps::computing>::jobs_a_row;
     return params.most_merge_rounds > 0 && merge_rounds(merge.num_partials, jobs) > params.most_merge_rounds;
   }
 
