@@ -52,13 +52,14 @@ def _tile(work: Work) -> Tile:
     tokens = tokens_of(STORED, work, shape)
     if work.rotates:
         return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
-    may_be_taller = _has_whole_groups(options) and work.problem.contexts is not ContextClass.PARTIAL
-    if work.widest <= 96 and "light" in shape.facts and "heavy function" not in shape.facts and may_be_taller:
-        return Tile(192, 96, 12, 1, 4) if work.widest <= 64 else Tile(192, 80, 12, 1, 3)
     # Three warpgroups keep the special-function unit busier.
     is_capped = _approximates_tanh(work.variant, options.q_dtype) and {"light", "whole"} <= shape.facts
-    if work.widest <= 128 and is_capped and may_be_taller and loader == "boxes" and not options.has_mask:
-        return Tile(192, 80, 12, 1, 3)
+    fits_capped = work.widest <= 128 and is_capped and loader == "boxes" and not options.has_mask
+    fits_short = work.widest <= 96 and "light" in shape.facts and "heavy function" not in shape.facts
+    is_usual = (fits_short or fits_capped) and _has_whole_groups(options)
+    may_be_taller = not is_usual and _has_taller(options) and "light" in shape.facts
+    if may_be_taller if work.problem.contexts is ContextClass.PARTIAL else is_usual:
+        return Tile(192, 96, 12, 1, 4) if work.widest <= 64 else Tile(192, 80, 12, 1, 3)
     return _two_groups(tokens, 2)
 
 
@@ -146,9 +147,11 @@ _WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an
 # Tokens that a row sees from which units of wide heads are full, if whole rows of a group would leave out so many
 # packed rows of a tile (docs/tried.md).
 _CONTEXT_OF_FULL_UNITS, _ROWS_LEFT_OUT = 8192, 5
-# Tiles of two warpgroups replace those of three where a row sees so many tokens, if they compute at most so many times
-# as much (docs/tried.md).
-_CONTEXT_OF_SHORTER, _MOST_OF_SHORTER = 512, 0.92
+# Tiles of two warpgroups replace those of three, and the other way round, where a row sees so many tokens and they
+# compute at most so many times as much as usual tiles, or as pairs (docs/tried.md). They hold all rows of a request, or
+# all but one tile, and K and V come from memory once less.
+_SHORTER = ((512, Padding(128, 192, 0.92)),)
+_TALLER = ((512, Padding(192, 128, 0.8)), (8192, Padding(192, 256, 0.8)))
 
 
 def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
@@ -168,11 +171,12 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
         rows.append(context_row(ContextClass.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST))
         rows.append(context_row(ContextClass.FEW, ANY_ROWS, is_prefill, most_tokens=_CONTEXT_OF_HALVES))
     usual_tile = 192 if _may_be_taller(options) else 128
-    if usual_tile > 128 and options.window_left < 0:
-        shorter = Padding(128, usual_tile, _MOST_OF_SHORTER)
-        rows.append(
-            context_row(ContextClass.PARTIAL, ANY_ROWS, is_prefill, least_tokens=_CONTEXT_OF_SHORTER, padding=shorter)
-        )
+    if options.window_left < 0:
+        others = _SHORTER if usual_tile > 128 else _TALLER if _has_taller(options) else ()
+        rows += [
+            context_row(ContextClass.PARTIAL, ANY_ROWS, is_prefill, least_tokens=least, padding=other)
+            for least, other in others
+        ]
     if max(options.head_dim_qk, options.head_dim_vo) > _WIDEST_OF_PAIRS:
         if 128 - whole_rows(128, group) >= _ROWS_LEFT_OUT and options.window_left < 0:
             rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=_CONTEXT_OF_FULL_UNITS))
@@ -199,6 +203,15 @@ def _may_be_taller(options: Options) -> bool:
     is_capped = options.has_soft_cap and options.q_dtype is not DType.FLOAT16 and not options.has_mask
     is_known = widest <= 96 or (widest <= 128 and is_capped and _loader(options) == "boxes")
     return is_known and not rotates and not options.kv_dtype.is_fp8 and _has_whole_groups(options)
+
+
+def _has_taller(options: Options) -> bool:
+    """Whether tiles of three warpgroups may replace the usual ones of two. They take 1.1 times as long for a row; with
+    the loader of single rows they would spill."""
+    widest = max(options.head_dim_qk, options.head_dim_vo)
+    is_plain = not (options.has_mask or options.needs_variant or options.position_encoding == "ROPE_LLAMA")
+    fits = 96 < widest <= 128 and _loader(options) == "boxes" and not options.kv_dtype.is_fp8
+    return fits and is_plain and _has_whole_groups(options)
 
 
 def _has_tiles_of_few(options: Options) -> bool:
@@ -293,6 +306,7 @@ _AHEAD = (
         Ahead(BF16, BF16, (128, 128), 128, has_mask=True),
         Ahead(BF16, BF16, (128, 128), 128, rotates=True),
         *(Ahead(BF16, BF16, (d, d), 128) for d in (80, 96)),
+        Ahead(BF16, BF16, (128, 128), 128, contexts=ContextClass.PARTIAL),
         *(
             Ahead(E4M3, E4M3, (128, 128), 128, size, contexts=contexts)
             for size, contexts in itertools.product(_BOTH, (ContextClass.USUAL, ContextClass.LONG))

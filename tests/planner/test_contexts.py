@@ -159,16 +159,28 @@ def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has
         ({"has_soft_cap": True}, 48, 192),
         ({"has_soft_cap": True, "page_size": 1}, 48, 128),
         ({"num_kv_heads": 4, "head_dim_qk": 64, "head_dim_vo": 64}, 24, 192),  # groups of eight
-        ({}, 48, 128),
+        ({}, 32, 128),
+        ({}, 48, 192),  # two tiles of 128, or one of 192
+        ({}, 90, 128),  # 192 and 256 rows of units are as many, but see too few tokens
+        ({}, 1000, 128),
+        ({"page_size": 1}, 48, 128),
+        ({"has_mask": True}, 48, 128),
+        ({"head_dim_qk": 192}, 48, 128),
     ],
 )
-def test_rows_that_fill_shorter_tiles_have_them(changed: dict[str, Any], rows: int, tile_q: int) -> None:
+def test_rows_that_fill_other_tiles_better_have_them(changed: dict[str, Any], rows: int, tile_q: int) -> None:
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, **changed)
     contexts = ContextLengths(options, devices.H200).of([rows] * 200, [5000] * 200)
     variant = builtin(soft_cap=30.0).spec if options.has_soft_cap else VariantSpec()
     problem = Problem(options, choose.packed_rows(options, 1, rows), contexts=contexts)
     spec = choose.choose_for_card(problem, devices.H200, variant).spec
     assert (spec.kernel, spec.rows // spec.ctas) == ("prefill_sm90", tile_q)
+
+
+def test_long_contexts_have_taller_tiles_where_these_are_one_less() -> None:
+    lengths = ContextLengths(dataclasses.replace(DECODE, uniform_q_len=0, causal=True), devices.H200)
+    assert lengths.of([90] * 4, [32768] * 4) is ContextClass.PARTIAL
+    assert lengths.of([120] * 4, [32768] * 4) is not ContextClass.PARTIAL  # four tiles are two pairs
 
 
 def test_prompts_count_by_their_rows_as_well_as_by_their_number() -> None:
