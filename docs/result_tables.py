@@ -18,6 +18,7 @@ TITLES = {  # sections in the order of the page
     "more-prefill": "Prefill and append, other shapes",
     "small-prefill": "Small prompts",
     "options": "Options that models need",
+    "option-costs": "What options cost",
     "fp8-kv": "Decode over fp8 keys and values with bf16 queries",
     "fp8-prefill": "Prefill with e4m3 queries, keys and values",
     "sweep": "Drawn cases",
@@ -28,6 +29,7 @@ TITLES = {  # sections in the order of the page
     "expanded": "Prompts over expanded latent rows",
     "sparse": "Latent rows of 656 bytes, by lists of tokens and by pages",
     "energy": "Energy of long prompts",
+    "engine": "flashpage's engine, tokens per second by attention",
     "host": "Host time of plan and run",
     "sglang": "SGLang, tokens per second by attention backend",
     "vllm": "vLLM, tokens per second by attention backend",
@@ -209,6 +211,38 @@ def energy_table(lines: list[Line]) -> str:
 _ENERGY = {"us": ",.0f", "joules": ".3f", "watts": ".0f", "sm_mhz": ".0f"}
 
 
+def costs_table(lines: list[Line]) -> str:
+    """An option's time next to that of plain attention, and of another library with the option."""
+    peers = sorted({label for line in lines for label in line["us"]} - {"without", "with"})
+    rows = []
+    for line in lines:
+        us, per_key = line["us"], line["per_key"] if line["visible"] < 1 else None
+        cells = [f"{us[label]:,.1f}" if label in us else "" for label in ("without", "with", *peers)]
+        rows.append([line["case"], *cells, f"{us['without'] / us['with']:.3f}", "" if per_key is None else per_key])
+    words = "The last column is, for windows, the time of a visible key next to that of full attention."
+    header = [
+        "case",
+        "without us",
+        "with us",
+        *(f"with, {name(peer)} us" for peer in peers),
+        "ratio",
+        "per visible key",
+    ]
+    return f"{words}\n\n{table(header, rows)}"
+
+
+def own_engine_table(lines: list[Line]) -> str:
+    """Tokens per second of this repository's engine; the ratio is flashpage's to each library's."""
+    rows = []
+    for line in lines:
+        best = next(iter(line["figures"].values()))["tokens_per_s"]
+        for label, own in line["figures"].items():
+            rate = own["tokens_per_s"]
+            cells = [label, own["how"], f"{rate:,}", f"{own['decode_step_us']:,}", f"{best / rate:.3f}", own["wrong"]]
+            rows.append([line["case"], *cells])
+    return table(["trace", "attention", "decode", "tokens/s", "decode step us", "flashpage's / own", "wrong"], rows)
+
+
 def engine_table(lines: list[Line]) -> str:
     """Rates of an engine with each attention backend; the ratio is flashpage's to the best other one's."""
     kinds, rows = ("new_per_s", "decode_per_s", "prefill_per_s"), []
@@ -307,6 +341,8 @@ TABLES = {  # of other sections: card_table
     "formats": formats_table,
     "sparse": sparse_table,
     "energy": energy_table,
+    "engine": own_engine_table,
+    "option-costs": costs_table,
     "host": host_table,
     "sglang": engine_table,
     "vllm": engine_table,

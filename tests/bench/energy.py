@@ -73,6 +73,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=1.0, help="of repetitions of each library in a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--card", default="", help="words for the card, where there are several of its kind")
     parser.add_argument("--json", help="append one line for each case to this file")
     arguments = parser.parse_args()
     board, recorder = Board(), Recorder(arguments.json)
@@ -97,9 +98,8 @@ def main() -> int:
                 flush=True,
             )
         columns = ("us", "joules", "watts", "sm_mhz")
-        recorder.add(
-            "energy", case.name, **{key: {label: row[key] for label, row in medians.items()} for key in columns}
-        )
+        name = f"{case.name}, {arguments.card}" if arguments.card else case.name
+        recorder.add("energy", name, **{key: {label: row[key] for label, row in medians.items()} for key in columns})
     return 0
 
 

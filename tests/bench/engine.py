@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from record import Recorder
 from sdpa_attention import SdpaAttention
 
 from flashpage.demo.model import Config, Llama
@@ -170,6 +171,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--json", help="append a line with all rows to this file (docs/figures.py reads it)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -178,7 +180,7 @@ def main() -> int:
     prompts = sum(len(prompt) for prompt, _ in work)
     print(f"{len(work)} requests, {prompts} prompt tokens, {sum(new for _, new in work)} new tokens; {model.config}")
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
-    best = None
+    best, figures = None, {}
     for label, (module, _, _) in ATTENTION.items():
         if arguments.only not in label or importlib.util.find_spec(module) is None:
             continue
@@ -186,6 +188,9 @@ def main() -> int:
         best = best or rate
         print(f"| {name} | {how} | {seconds:.3f} | {rate:,.0f} | {step * 1e6:,.0f} | {rate / best:.2f} | {wrong} |")
         sys.stdout.flush()
+        figures[label] = {"how": how, "tokens_per_s": round(rate), "decode_step_us": round(step * 1e6), "wrong": wrong}
+    case = f"{len(work)} requests, mean prompt {arguments.prompt}, at most {arguments.new_tokens} new tokens"
+    Recorder(arguments.json).add("engine", case, figures=figures)
     return 0
 
 

@@ -3,14 +3,16 @@
 A row's ratio is the time of its first column over that of its second: 1 means that the variant (the option) is free.
 The two are timed alternately by the clock of gpu.py: decode as a graph's replay after a flush of the L2. Masks use the
 prefill wrapper, for decode too. Longer prompts: `options --only RoPE --cases 16k,4x4k,16k-pages,4x4k-pages`; custom
-masks: `options --only "causal as" --cases 16k,4x4k,32x512,4x4k-dim-64,4x4k-dim-256`.
-`--small --device cpu` shows that the program works, nothing else.
+masks: `options --only "causal as" --cases 16k,4x4k,32x512,4x4k-dim-64,4x4k-dim-256`. `--peer flashinfer` adds the
+time of options by another library of this interface (its backend fa2). --device cpu` shows that the program works,
+nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from gpu import GpuClock, HostClock
 from peers import Batch, Call
+from record import Recorder
 from torch import Tensor
 from workloads import Case
 
@@ -42,6 +45,7 @@ MORE_CASES = {  # for --cases
 }
 LEAST_RATIO = 0.95  # bound for user's variants
 CAP, DOCUMENTS, ROUNDS = 30.0, 8, 3
+WINDOWS = (512, 1024, 4096)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Row:
     name: str
     base: Setting
     other: Setting
+    visible: float = 1.0  # pairs of a row and a token that the other setting computes, over those of the first
 
 
 class Workload:
@@ -71,22 +76,23 @@ class Workload:
         self.q_len, self.kv_len = case.q_lens[0], case.kv_lens[0]
         self.workspace = torch.empty(512 << 20 if device.type == "cuda" else 16 << 20, dtype=torch.uint8, device=device)
 
-    def call(self, setting: Setting) -> Call:
-        case, batch = self.case, self.batch
+    def call(self, setting: Setting, library: str = "flashpage") -> Call:
+        case, batch, module = self.case, self.batch, importlib.import_module(library)
+        backend = {} if library == "flashpage" else {"backend": "fa2"}
         heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
         values = {"q_data_type": torch.bfloat16, "kv_data_type": setting.kv_dtype, **setting.plan}
         if not case.page_size:
-            ragged = flashpage.BatchPrefillWithRaggedKVCacheWrapper(self.workspace)
+            ragged = module.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, **backend)
             ragged.plan(batch.q_indptr, batch.kv_indptr, *heads, causal=setting.causal, **values)
             k, v = batch.k.to(setting.kv_dtype), batch.v.to(setting.kv_dtype)
             return lambda: output(ragged.run(batch.q, k, v, **setting.run))
         pages = (batch.table.indptr, batch.table.indices, batch.table.last_page_len)
         cache = batch.cache.to(setting.kv_dtype)
         if setting.as_prefill or self.q_len > 1:
-            wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(self.workspace)
+            wrapper = module.BatchPrefillWithPagedKVCacheWrapper(self.workspace, **backend)
             wrapper.plan(batch.q_indptr, *pages, *heads, case.page_size, causal=setting.causal, **values)
         else:
-            wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(self.workspace)
+            wrapper = module.BatchDecodeWithPagedKVCacheWrapper(self.workspace)
             wrapper.plan(*pages, *heads, case.page_size, **values)
         return lambda: output(wrapper.run(batch.q, cache, **setting.run))
 
@@ -158,12 +164,12 @@ def options(work: Workload) -> list[Row]:
     per_head = {name: torch.ones(n, device=work.device) for name, n in zip(("q_scale", "k_scale"), heads, strict=True)}
     causal = work.mask(lambda q_idx, kv_idx: kv_idx <= q_idx)
     masked = Setting({"custom_mask": causal}, causal=False, as_prefill=True)
+    windowed = lambda tokens: dataclasses.replace(work.case, window_left=tokens - 1).visible(work.q_len, work.kv_len)
     plain = Setting()
     rows = {
         "soft cap": Setting({"logits_soft_cap": CAP}),
         "ALiBi": Setting({"pos_encoding_mode": "ALIBI"}),
         "RoPE": Setting({"pos_encoding_mode": "ROPE_LLAMA"}),
-        f"window of {work.kv_len // 4}": Setting({"window_left": work.kv_len // 4}),
         "window of everything": Setting({"window_left": work.kv_len}),
         "sinks": Setting(run={"sinks": torch.zeros(heads[0], device=work.device)}),
         "scales, numbers": Setting(run={"q_scale": 0.9, "k_scale": 1.1, "v_scale": 1.2}),
@@ -172,8 +178,15 @@ def options(work: Workload) -> list[Row]:
         "e4m3 KV": Setting(kv_dtype=torch.float8_e4m3fn),
         "e5m2 KV": Setting(kv_dtype=torch.float8_e5m2),
     }
+    pairs = work.case.visible(work.q_len, work.kv_len)
+    windows = [
+        Row(f"window of {tokens}", plain, Setting({"window_left": tokens - 1}), windowed(tokens) / pairs)
+        for tokens in WINDOWS
+        if tokens < work.kv_len
+    ]
     return [
         *(Row(name, plain, setting) for name, setting in rows.items()),
+        *windows,
         Row("custom mask against causal=False", Setting(causal=False, as_prefill=True), masked),
         Row("causal as a custom mask", Setting(as_prefill=True), masked),
     ]
@@ -182,21 +195,24 @@ def options(work: Workload) -> list[Row]:
 SECTIONS: dict[str, Callable[[Workload], list[Row]]] = {"variants": variants, "options": options}
 
 
-def build(work: Workload, rows: list[Row]) -> None:
+def build(work: Workload, rows: list[Row], peer: str) -> None:
     """Plans all rows in threads, so that kernels compile in parallel; `measure` reports failures."""
     with ThreadPoolExecutor(8) as pool:
         for row in rows:
             for setting in (row.base, row.other):
                 pool.submit(work.call, setting)
+            if peer:
+                pool.submit(lambda setting=row.other: work.call(setting, peer)())  # it compiles when it runs
 
 
-def measure(work: Workload, row: Row, clock: GpuClock | HostClock) -> tuple[list[float], float]:
-    """Seconds of both settings, and the distance of their outputs."""
+def measure(work: Workload, row: Row, clock: GpuClock | HostClock, peer: str) -> tuple[list[float], float]:
+    """Seconds of both settings and, if there is one, of the peer with the second; the distance of their outputs."""
     calls = [work.call(setting) for setting in (row.base, row.other)]
     base, other = (call().float() for call in calls)
     difference = float((other - base).norm() / base.norm())
+    calls += [work.call(row.other, peer)] if peer else []
     timed = [clock.capture(call) if work.q_len == 1 else call for call in calls]
-    times: list[list[float]] = [[], []]
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
         for call, spent in zip(timed, times, strict=True):
             spent.append(clock.seconds(call))
@@ -210,6 +226,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--peer", default="", help="a library whose time of the second setting is told, too")
+    parser.add_argument("--json", help="append one line for each row to this file (docs/figures.py reads it)")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if a variant is below {LEAST_RATIO}")
     arguments = parser.parse_args()
@@ -217,7 +235,7 @@ def main() -> int:
         parser.error(f"no section {unknown[0]!r}: there are {', '.join(SECTIONS)}")
     device = torch.device(arguments.device)
     clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)
-    good = True
+    good, recorder = True, Recorder(arguments.json)
     for name in arguments.cases.split(","):
         case = (CASES | MORE_CASES)[name]
         case = case.shrunk() if arguments.small else case
@@ -225,21 +243,25 @@ def main() -> int:
         work = Workload(case, device)
         for section in arguments.sections or SECTIONS:
             first, second = ("built-in", "user's") if section == "variants" else ("without", "with")
-            print(f"\n| {section}: {case.name} | {first} us | {second} us | ratio | apart |")
-            print("| --- | --- | --- | --- | --- |")
+            columns = [f"{first} us", f"{second} us", *([f"{arguments.peer} us"] if arguments.peer else []), "ratio"]
+            print(f"\n| {section}: {case.name} | {' | '.join(columns)} | apart, or per visible key |")
+            print("| --- " * (len(columns) + 2) + "|")
             rows = [row for row in SECTIONS[section](work) if arguments.only in row.name]
-            build(work, rows)
+            build(work, rows, arguments.peer)
             for row in rows:
                 try:
-                    (base, other), difference = measure(work, row, clock)
+                    times, difference = measure(work, row, clock, arguments.peer)
                 except flashpage.FlashpageError as error:
                     good = False
-                    print(f"| {row.name} | {str(error).splitlines()[0]} | | | |", flush=True)
+                    print(f"| {row.name} | {str(error).splitlines()[0]} |{' |' * len(columns)}", flush=True)
                     continue
-                ratio = base / other
+                us, ratio = [round(seconds * 1e6, 1) for seconds in times], times[0] / times[1]
                 good &= section != "variants" or ratio >= LEAST_RATIO
-                apart = f"{difference:.0e}" if section == "variants" else ""
-                print(f"| {row.name} | {base * 1e6:.1f} | {other * 1e6:.1f} | {ratio:.3f} | {apart} |", flush=True)
+                per_key = times[1] / times[0] / row.visible
+                apart = f"{difference:.0e}" if section == "variants" else f"{per_key:.2f}" if row.visible < 1 else ""
+                print(f"| {row.name} | {' | '.join(map(str, us))} | {ratio:.3f} | {apart} |", flush=True)
+                figures = {"us": dict(zip((first, second, arguments.peer), us, strict=False)), "visible": row.visible}
+                recorder.add(f"{section[:-1]}-costs", f"{case.name}, {row.name}", **figures, per_key=round(per_key, 3))
     return 1 if arguments.check and not good else 0
 
 
