@@ -13,7 +13,7 @@ import time
 
 import torch
 from peers import PEERS, Batch, Call
-from record import Recorder
+from record import Recorder, card_uuid
 from workloads import Case
 
 _LONG = {"batch": 1, "page_size": 0}
@@ -31,9 +31,8 @@ class Board:
     def __init__(self) -> None:
         self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
         self.device = ctypes.c_void_p()
-        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
         self.call("nvmlInit_v2")
-        self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self.device))
+        self.call("nvmlDeviceGetHandleByUUID", card_uuid().encode(), ctypes.byref(self.device))
 
     def call(self, name: str, *arguments: object) -> None:
         if code := getattr(self.nvml, name)(*arguments):

@@ -55,8 +55,13 @@ def clocks() -> dict[str, float]:
     return {"sm_mhz": sm_mhz, "watts": watts, "celsius": celsius}
 
 
+def card_uuid() -> str:
+    """By which NVIDIA's tools know the current card; torch's numbers follow CUDA_VISIBLE_DEVICES, theirs do not."""
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
 def _smi(name: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader", "-i", str(torch.cuda.current_device())]
+    command = ["nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader", "-i", card_uuid()]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 

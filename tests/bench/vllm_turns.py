@@ -192,6 +192,8 @@ def main() -> None:
         for server in servers.values():
             server.answer()
         shape = f"{chosen.model} of {model['num_hidden_layers']} layers"
+        shape += "" if chosen.kv_dtype == "auto" else f", {chosen.kv_dtype} cache"
+        shape += ", eager" if chosen.eager else ""
         run(servers, shape, ["tiny"] if chosen.small else chosen.traces.split(","), chosen)
 
 
@@ -201,13 +203,16 @@ def run(servers: dict[str, Server], shape: str, traces: list[str], chosen: argpa
         answers = {name: server.ask("check", traces[0]) for name, server in servers.items()}
         first, *others = answers
         for name in others:
-            print(f"{first} and {name}: {in_words(differences(answers[first], answers[name]))}", flush=True)
+            found = differences(answers[first], answers[name])
+            print(f"{first} and {name}: {in_words(found)}", flush=True)
+            recorder.add("ranks", f"vllm {shape}, {name} next to {first}", ranks=chosen.ranks, **found)
     for trace in traces:
         figures = engine_turns.measure(servers, trace, chosen.repeats)
         case = f"{shape}, {engine_turns.case_of(trace)}"
-        recorder.add("vllm", case, figures=figures, ranks=chosen.ranks)
         engine_turns.show(case, figures)
-        if chosen.profile:
+        if not chosen.profile:
+            recorder.add("vllm", case, figures=figures, ranks=chosen.ranks)
+        else:
             profiles = {name: server.ask("profile", trace) for name, server in servers.items()}
             for name, phases in profiles.items():
                 show_profile(f"{case}: {name}", phases, Path(chosen.profile))
