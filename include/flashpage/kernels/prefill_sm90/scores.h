@@ -44,10 +44,13 @@ struct ScoreRules {
   const AttentionParams& params;
   const VariantArgs& args;
   const TiledPlace& tiled;
+  WarpRows rows;
+  // Both rows of a lane, eight apart, have one head if eight rows are whole groups. The scale includes that of the head
+  // then, which costs nothing; otherwise scores are transformed, which takes 10 to 14% longer (docs/tried.md).
+  bool by_head;
   float scale;
   float softmax_scale;
   bool transforms;
-  WarpRows rows;
   [[maybe_unused]] KeptRows kept_rows;
 
   FP_DEVICE ScoreRules(const AttentionParams& params, const VariantArgs& args, const Pipeline<Traits>& pipeline,
@@ -55,11 +58,12 @@ struct ScoreRules {
       : params(params),
         args(args),
         tiled(pipeline.unit()),
+        rows{params, tiled.place.item, tiled.place.unit, first_row, lane},
+        by_head(scales_heads(params) && (Traits::Variant::has_logit || 8 % params.group.divisor != 0)),
         scale(scale_of(pipeline, first_row)),
         softmax_scale(softmax_scale_of<Traits>(scale, args)),
-        transforms(transforms_scores<Traits>(params, scale)),
-        rows{params, tiled.place.item, tiled.place.unit, first_row, lane},
-        kept_rows(scale, rows) {}
+        transforms(transforms_scores<Traits>(scale, by_head)),
+        kept_rows(scale, rows, by_head) {}
 
   // Leaves a tile unchanged that needs neither transform nor mask.
   FP_DEVICE void apply(auto& scores, UnitTiles<Traits>& tiles) const {
@@ -72,7 +76,7 @@ struct ScoreRules {
     if constexpr (keeps_rows) {
       transform_by_logit<Traits>(scores, rows, args, first, [&](int, int half) { return kept_rows.row[half]; });
     } else if (transforms) {
-      transform_scores<Traits>(scores, scale, rows, args, first);
+      transform_scores<Traits>(scores, scale, rows, args, first, by_head);
     }
     if constexpr (has_lane_bits<Traits> && !Traits::Variant::has_mask) {
       const LaneBits bits(tiled.lane_bits, tiled.place.item.kv_len, tokens);
@@ -84,7 +88,7 @@ struct ScoreRules {
   }
   // As apply, in two steps, so that no register of the masks is live during the transform. Not for mask tiles.
   FP_DEVICE void transform(auto& scores, const UnitTiles<Traits>& tiles) const {
-    if (transforms) transform_scores<Traits>(scores, scale, rows, args, tiles.first);
+    if (transforms) transform_scores<Traits>(scores, scale, rows, args, tiles.first, by_head);
   }
   FP_DEVICE void mask(auto& scores, const UnitTiles<Traits>& tiles) const {
     if (masks_all || tiles.first < tiles.tokens.clear_begin || tiles.first > tiles.tokens.clear_end)
@@ -95,6 +99,7 @@ struct ScoreRules {
   FP_DEVICE float scale_of(const Pipeline<Traits>& pipeline, int first_row) const {
     float scale = score_scale_of<Traits>(params, tiled.place.item, tiled.place.unit);
     if constexpr (Warps::converts) scale *= pipeline.query_factor(first_row / 16);
+    if (scales_heads(params) && !by_head) scale *= head_scale_of(params, tiled.place.item, rows.row(0, 0).head);
     return scale;
   }
 };

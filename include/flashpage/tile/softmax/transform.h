@@ -18,8 +18,8 @@ inline constexpr bool approximates_tanh = [] {
 template <class Traits>
 using SoftCapOf = SoftCap<approximates_tanh<Traits>>;
 
-// The factor from a raw score to base 2, or to natural-log units if there is a logit transform. transform_scores
-// applies a per-head q_scale.
+// The factor from a raw score to base 2, or to natural-log units if there is a logit transform, without a per-head
+// q_scale.
 template <class Traits>
 FP_DEVICE float score_scale_of(const AttentionParams& params, const WorkItem& item, const Unit& unit) {
   float scale = params.score_scale;
@@ -56,8 +56,12 @@ FP_DEVICE float head_scale_of(const AttentionParams& params, const WorkItem& ite
 // Whether transform_scores has anything to do for a unit. The vote does not change the result, but tells the compiler
 // that the whole warp branches, so that nothing has to reconverge.
 template <class Traits>
+FP_DEVICE bool transforms_scores(float scale, bool by_head) {
+  return Traits::Variant::has_logit || by_head || __any_sync(0xffffffff, scales_first<Traits>(scale));
+}
+template <class Traits>
 FP_DEVICE bool transforms_scores(const AttentionParams& params, float scale) {
-  return Traits::Variant::has_logit || scales_heads(params) || __any_sync(0xffffffff, scales_first<Traits>(scale));
+  return transforms_scores<Traits>(scale, scales_heads(params));
 }
 
 // A factor of scores in addition to their scale: argument_scale, if a soft cap is the whole transform.
@@ -74,10 +78,10 @@ struct TransformedRow {
   i32 head, position;
 };
 
-// A function row_of(m, half) of the lane's rows; it is valid as long as `rows` is.
-FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows) {
+// A function row_of(m, half) of the lane's rows; it is valid as long as `rows` is. `by_head`: `scale` lacks the scales
+// of query heads.
+FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows, bool by_head) {
   const AttentionParams& params = rows.params;
-  const bool by_head = scales_heads(params);
   return [&params, &rows, scale, by_head](int m, int half) {
     const PackedRow row = rows.row(m, half);
     const float row_scale = by_head ? head_scale_of(params, rows.item, row.head) * scale : scale;
@@ -95,8 +99,8 @@ template <class Traits>
 struct TransformedRows {
   TransformedRow row[2];
 
-  FP_DEVICE TransformedRows(float scale, const WarpRows& rows) {
-    const auto row_of = transformed_rows(scale, rows);
+  FP_DEVICE TransformedRows(float scale, const WarpRows& rows, bool by_head) {
+    const auto row_of = transformed_rows(scale, rows, by_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) row[half] = row_of(0, half);
   }
@@ -166,16 +170,22 @@ FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][toke
 
 template <class Traits, int token_tiles>
 FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
-                                const WarpRows& rows, const VariantArgs& args, i32 first_token) {
+                                const WarpRows& rows, const VariantArgs& args, i32 first_token, bool by_head) {
   float first_scale = scales_first<Traits>(scale) ? scale : 1.f;
   if constexpr (Traits::Variant::has_logit) first_scale *= first_factor<Traits>(args);
-  const auto row_of = transformed_rows(first_scale, rows);
+  const auto row_of = transformed_rows(first_scale, rows, by_head);
   if constexpr (Traits::Variant::has_logit) {
     transform_by_logit<Traits>(scores, rows, args, first_token, row_of);
   } else {
     transform_each<Traits>(scores, first_token, rows.lane, row_of,
                            [](float score, const TransformedRow&, vm::Token) { return score; });
   }
+}
+
+template <class Traits, int token_tiles>
+FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
+                                const WarpRows& rows, const VariantArgs& args, i32 first_token) {
+  transform_scores<Traits>(scores, scale, rows, args, first_token, scales_heads(rows.params));
 }
 
 }  // namespace flashpage
