@@ -216,10 +216,11 @@ bool has_few_and_many(const fp_plan_call& call) {
 struct PlannedLengths {
   const fp_plan_call& call;
 
-  int32_t requests() const { return call.batch->q_indptr.data != nullptr ? call.batch->requests : 0; }
   int64_t group() const { return call.context_table->group; }
-  int64_t rows(int32_t i) const { return rows_of_request(call.problem, i); }
-  int64_t tokens(int32_t i) const { return tokens_of_request(call.problem, i); }
+  template <class Body>
+  void each(Body&& body) const {
+    if (call.batch->q_indptr.data != nullptr) each_request(call.problem, body);
+  }
 };
 
 int32_t contexts_of_batch(const fp_plan_call& call) { return contexts_of(*call.context_table, PlannedLengths{call}); }
