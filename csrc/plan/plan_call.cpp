@@ -216,13 +216,25 @@ bool has_few_and_many(const fp_plan_call& call) {
 struct PlannedLengths {
   const fp_plan_call& call;
 
-  int32_t requests() const { return call.batch->q_indptr.data != nullptr ? call.batch->requests : 0; }
   int64_t group() const { return call.context_table->group; }
-  int64_t rows(int32_t i) const { return rows_of_request(call.problem, i); }
-  int64_t tokens(int32_t i) const { return tokens_of_request(call.problem, i); }
+  template <class Body>
+  void each(Body&& body) const {
+    if (call.batch->q_indptr.data != nullptr) each_request(call.problem, body);
+  }
 };
 
-int32_t contexts_of_batch(const fp_plan_call& call) { return contexts_of(*call.context_table, PlannedLengths{call}); }
+// Whether a row of the table may fit the batch, by what is known without reading its lengths again. Decode fits none.
+bool may_have_class(const fp_context_table& table, const fp_batch& batch) {
+  return std::any_of(table.rows, table.rows + table.count, [&](const fp_context_row& row) {
+    return batch.rows <= row.most_rows && static_cast<double>(batch.most_rows) >= row.least_rows_of_request &&
+           (batch.least_rows == batch.most_rows || !row.has_equal_rows);
+  });
+}
+
+int32_t contexts_of_batch(const fp_plan_call& call) {
+  const fp_context_table& table = *call.context_table;
+  return may_have_class(table, *call.batch) ? contexts_of(table, PlannedLengths{call}) : 0;
+}
 
 // Whether the kernels that were chosen for an earlier batch also serve this one.
 bool is_for(fp_plan_call& call) {

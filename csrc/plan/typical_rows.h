@@ -27,6 +27,20 @@ inline int64_t tokens_of_request(const fp_problem& problem, int32_t i) {
   return std::max<int64_t>(0, entries) * std::max(problem.page_size, 1);
 }
 
+// Calls body(rows, tokens) for every request, with the numbers of the two functions above.
+template <class Body>
+void each_request(const fp_problem& problem, Body&& body) {
+  const bool has_lens = problem.kv_lens.data != nullptr;
+  const int64_t page_size = std::max(problem.page_size, 1);
+  int64_t first_row = entry_of(problem.q_indptr, 0), first_entry = entry_of(problem.kv_indptr, 0);
+  for (int32_t i = 0; i < problem.batch; ++i) {
+    const int64_t row = entry_of(problem.q_indptr, i + 1), entry = entry_of(problem.kv_indptr, i + 1);
+    const int64_t tokens = has_lens ? entry_of(problem.kv_lens, i) : (entry - first_entry) * page_size;
+    body(std::max<int64_t>(0, row - first_row), std::max<int64_t>(0, tokens));
+    first_row = row, first_entry = entry;
+  }
+}
+
 // At most as many of a request's tokens as its rows see by a window.
 inline int64_t visible_of_request(const fp_problem& problem, int32_t i) {
   const int64_t tokens = tokens_of_request(problem, i), left = problem.visibility.window_left;

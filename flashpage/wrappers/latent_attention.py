@@ -5,30 +5,43 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
 
 from ..base.kv_view import Cache
 from ..kernels.options import RunOptions
-from ..run.checks import Scales, Tensors
+from ..run.checks import NO_SCALES, Scales, Tensors
 from .base import Attention
 from .latent_run import joined_query, latent_cache_of
-from .operators import is_traced
 
 
 class LatentAttention(Attention):
     """Runs get q and the cache as one tensor each, or as the pair of their columns (latent_run.py, one_form)."""
 
-    def run(self, q: Any, cache: Any, *others: Any, **named: Any) -> Any:
+    def run(  # with all of its parameters by name: packing and unpacking them would take a fifth of the call
+        self,
+        q: Any,
+        cache: Any,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        values: RunOptions | None = None,
+        scales: Scales = NO_SCALES,
+        sinks: torch.Tensor | None = None,
+        enable_pdl: bool | None = None,
+        *,
+        q_tail: torch.Tensor | None = None,
+    ) -> Any:
         """As Attention.run. A pair is passed to C as it is; C checks that q's second tensor lies where it lay when it
         was bound."""
-        q_tail = None
         lacks_part = (q.__class__ is tuple and (q[0] is None or q[1] is None)) or (
             cache.__class__ is tuple and cache[1] is None
         )
-        if lacks_part or is_traced():
+        if lacks_part or is_dynamo_compiling() or _len_torch_dispatch_stack():  # is_traced would be a frame more
             q, cache = self._for_kernels(q, cache)  # which refuses a missing part; packed rows have one
         elif q.__class__ is tuple:
             q, q_tail = q
-        return super().run(q, cache, *others, **named, q_tail=q_tail)
+        return Attention.run(self, q, cache, out, lse, return_lse, values, scales, sinks, enable_pdl, q_tail=q_tail)
 
     def _for_kernels(self, q: Any, cache: Any) -> tuple[torch.Tensor, Cache]:
         """The tensors as kernels read them: one of queries, and one cache or two of which the second has columns. Given

@@ -37,7 +37,8 @@ class MLAPlanMetadata(NamedTuple):
                 an illegal address there.
             kv_len_arr: [batch], tokens of each request.
         """
-        return MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        # The class itself is a Python function that takes a tenth of a microsecond more.
+        return tuple.__new__(MLAPlanMetadata, (qo_indptr, kv_indptr, kv_indices, kv_len_arr, None, None, None, None))
 
     @staticmethod
     def dense(
@@ -72,13 +73,6 @@ class MLAPlanMetadata(NamedTuple):
         """A batch in both forms. Runs read those of `csr`, and what the host has of `dense` is compared with them."""
         dense = (cum_seq_lens_q, block_tables, seq_lens, max_q_len)
         return MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr, *dense)
-
-    @property
-    def is_csr(self) -> bool:
-        """Whether the batch is in the form of `csr` alone, with all its lengths."""
-        if self.qo_indptr is None or self.kv_len_arr is None:
-            return False
-        return self.cum_seq_lens_q is self.block_tables is self.seq_lens is None
 
     @property
     def is_dense(self) -> bool:

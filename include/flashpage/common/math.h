@@ -74,6 +74,8 @@ struct FastDiv {
     if (multiplier == 0) return n >> shift;
     return static_cast<u32>((static_cast<u64>(n) * multiplier) >> 32) >> shift;
   }
+  // The largest multiple of the divisor up to n.
+  FP_HOST_DEVICE u32 down(u32 n) const { return multiplier == 0 ? n & (0u - divisor) : div(n) * divisor; }
   FP_HOST_DEVICE void divmod(u32 n, u32& quotient, u32& remainder) const {
     quotient = div(n);
     remainder = n - quotient * divisor;

@@ -26,6 +26,7 @@ struct CostModel {
       : visibility(heads.visibility),
         group(make_fast_div(heads.group())),
         tile_q(schedule.tile_q),
+        most_few_rows(flashpage::plan::most_few_rows(heads.group(), schedule.tile_q)),
         rows_per_tile(static_cast<double>(schedule.tile_q) / heads.group()),
         tiles_per_row(1.0 / rows_per_tile),
         rounding(0.5 *
@@ -36,7 +37,7 @@ struct CostModel {
         few_rows(product(schedule.few_rows_cost, schedule.ns_per_token) + piece_of_token(schedule)) {}
 
   FP_HOST_DEVICE const TokenPrice& price(const Request& request) const {
-    return has_few_rows(request.q_len, static_cast<i32>(group.divisor), tile_q) ? few_rows : many_rows;
+    return has_few_rows(request.q_len, most_few_rows) ? few_rows : many_rows;
   }
 
   // The tokens that any row of this row tile sees.
@@ -62,6 +63,7 @@ struct CostModel {
   Visibility visibility;
   FastDiv group;
   i32 tile_q;
+  i32 most_few_rows;
   double rows_per_tile;
   double tiles_per_row;
   double rounding;  // average distance, in rows, from a tile's exact edge to the edge of the row that it divides
@@ -130,6 +132,7 @@ class TileCosts {
     prepare_guess(model);
   }
 
+  FP_HOST_DEVICE i32 tiles() const { return tiles_; }
   FP_HOST_DEVICE double prefix(double r) const {
     return product(ns_per_unit_, r) + product(ns_per_token_, end_(r) - begin_(r));
   }

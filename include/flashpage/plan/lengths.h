@@ -31,12 +31,13 @@ struct Request {
 
   FP_HOST_DEVICE i32 tokens() const { return kv_len - kv_begin; }
   FP_HOST_DEVICE bool costs_like(const Request& other) const {
-    return q_len == other.q_len && kv_len == other.kv_len && kv_begin == other.kv_begin;
+    return kv_len == other.kv_len && q_len == other.q_len && kv_begin == other.kv_begin;
   }
 };
 
 // A request with few rows fills at most half a row tile: it waits for memory, not for the tensor cores.
-FP_HOST_DEVICE bool has_few_rows(i64 q_len, i32 group, i32 tile_q) { return q_len > 0 && q_len * group <= tile_q / 2; }
+FP_HOST_DEVICE i32 most_few_rows(i32 group, i32 tile_q) { return tile_q / 2 / group; }
+FP_HOST_DEVICE bool has_few_rows(i64 q_len, i32 most_few_rows) { return q_len > 0 && q_len <= most_few_rows; }
 
 // Sums and extremes of KV tokens over requests.
 struct KvTokens {

@@ -27,7 +27,13 @@ class OwnCtas {
   };
 
   OwnCtas(const CostModel& model, const Schedule& schedule, const Request* requests, i32 batch, i32 num_kv_heads)
-      : model_(model), schedule_(schedule), requests_(requests), batch_(batch), num_kv_heads_(num_kv_heads) {}
+      : model_(model),
+        schedule_(schedule),
+        step_(make_fast_div(max_of(schedule.tile_kv, 1))),
+        least_steps_(max_of(1, ceil_div(schedule.cluster_piece_tokens, max_of(schedule.tile_kv, 1)))),
+        requests_(requests),
+        batch_(batch),
+        num_kv_heads_(num_kv_heads) {}
 
   // The assignment with the group size that takes least, if the launch takes less than `ns`. `tiles`: row tiles of all
   // requests.
@@ -53,30 +59,32 @@ class OwnCtas {
     }
   }
 
-  // A unit cut into equal pieces, which are whole KV tiles.
+  // A unit cut into equal pieces, which are whole KV tiles. Their number is a power of two, so that places of pieces
+  // are shifts in place of divisions.
   struct Pieces {
     TokenRange range;
     i32 step;        // tokens
     i32 first_step;  // the step in which the range begins
     i32 steps;
-    i32 count;  // a power of two
+    i32 log_count;
 
+    i32 count() const { return 1 << log_count; }
     i32 begin(i32 piece) const {
-      return piece == 0 ? range.begin : (first_step + static_cast<i32>(static_cast<i64>(steps) * piece / count)) * step;
+      return piece == 0 ? range.begin
+                        : (first_step + static_cast<i32>(static_cast<i64>(steps) * piece >> log_count)) * step;
     }
-    i32 end(i32 piece) const { return piece + 1 == count ? range.end : begin(piece + 1); }
+    i32 end(i32 piece) const { return piece + 1 == count() ? range.end : begin(piece + 1); }
   };
 
   Pieces pieces_of(const Request& request, i32 tile, i32 size) const {
     const TokenRange range = model_.visible(request, tile);
-    const i32 step = max_of(schedule_.tile_kv, 1), first_step = range.begin / step;
-    const i32 steps = range.size() > 0 ? ceil_div(range.end, step) - first_step : 0;
-    const i32 least_steps = max_of(1, ceil_div(schedule_.cluster_piece_tokens, step));
-    i32 count = 1;
-    while (2 * count <= size && 2 * count * least_steps <= steps) count *= 2;
+    const i32 step = static_cast<i32>(step_.divisor), first_step = static_cast<i32>(step_.div(range.begin));
+    const i32 steps = range.size() > 0 ? static_cast<i32>(step_.div(range.end + step - 1)) - first_step : 0;
     const i32 rows = request.q_len * static_cast<i32>(model_.group.divisor) - tile * schedule_.tile_q;
     const bool may_cut = min_of(schedule_.tile_q, rows) <= schedule_.cluster_rows;
-    return {range, step, first_step, steps, may_cut ? count : 1};
+    i32 log_count = 0;
+    while (may_cut && 2 << log_count <= size && static_cast<i64>(least_steps_) << (log_count + 1) <= steps) ++log_count;
+    return {range, step, first_step, steps, log_count};
   }
 
   // A lane for each CTA of a group, whether it has a piece or not, and one lane for the CTAs that belong to no group.
@@ -93,16 +101,16 @@ class OwnCtas {
       Cut at{index, 0, tile, -1};
       for (i32 piece = 0; piece < size; ++piece, ++count) {
         Cut end = at;
-        if (piece + 1 < pieces.count) end = {index, 0, tile, pieces.end(piece)};
-        if (piece + 1 == pieces.count) end = next_unit(at, request.tiles, 1);
+        if (piece + 1 < pieces.count()) end = {index, 0, tile, pieces.end(piece)};
+        if (piece + 1 == pieces.count()) end = next_unit(at, request.tiles, 1);
         memory.lanes[count] = {first_cta + piece, num_kv_heads_, size, 1, count, 1, 1.0, 0.0};
         memory.segments[count] = {at, end};
         at = end;
       }
       first_cta += num_kv_heads_ * size;
-      head_ns += pieces.count == 1 ? model_.unit_ns(request, tile)
-                                   : model_.ns_per_unit + model_.price(request).ns * pieces.range.size();
-      head_ns += (pieces.count - 1) * static_cast<double>(schedule_.ns_per_piece);
+      head_ns += pieces.count() == 1 ? model_.unit_ns(request, tile)
+                                     : model_.ns_per_unit + model_.price(request).ns * pieces.range.size();
+      head_ns += (pieces.count() - 1) * static_cast<double>(schedule_.ns_per_piece);
     });
     memory.lanes[count] = {first_cta, schedule_.num_ctas - first_cta, 1, 1, count, 1, 1.0, 0.0};
     memory.segments[count++] = {};
@@ -121,8 +129,8 @@ class OwnCtas {
       const Pieces pieces = pieces_of(request, tile, size);
       const double ns = model_.price(request).ns;
       all += ns * pieces.range.size();
-      has_cuts |= pieces.count > 1;
-      for (i32 p = 0; p < pieces.count; ++p) longest = max_of(longest, ns * (pieces.end(p) - pieces.begin(p)));
+      has_cuts |= pieces.log_count > 0;
+      for (i32 p = 0; p < pieces.count(); ++p) longest = max_of(longest, ns * (pieces.end(p) - pieces.begin(p)));
     });
     const double by_memory = all * num_kv_heads_ / schedule_.num_ctas, by_cta = schedule_.full_speed_share * longest;
     const double merge_ns = has_cuts ? schedule_.ns_per_cluster_merge : 0.0;
@@ -131,6 +139,8 @@ class OwnCtas {
 
   const CostModel& model_;
   const Schedule& schedule_;
+  FastDiv step_;     // tokens
+  i32 least_steps_;  // of a piece
   const Request* requests_;
   i32 batch_;
   i32 num_kv_heads_;

@@ -41,25 +41,9 @@ struct Start {
   const double* loads = nullptr;  // [lanes], ns of each CTA; null: no earlier waves
 };
 
-// Searches with one thread. request_at: the last request, `from` or later, that begins on the axis at or before `cost`.
-struct OneSearcher {
-  FP_HOST_DEVICE i32 request_at(const Request* requests, i32 batch, i32 from, double cost) const {
-    i32 low = from, step = 1;
-    while (low + step < batch && requests[low + step].cost <= cost) {
-      low += step;
-      step *= 2;
-    }
-    i32 high = min_of(low + step, batch);  // the total, which is above the goal
-    while (high - low > 1) {
-      const i32 middle = low + (high - low) / 2;
-      (requests[middle].cost <= cost ? low : high) = middle;
-    }
-    return low;
-  }
-  FP_HOST_DEVICE bool writes() const { return true; }
-  FP_HOST_DEVICE void meet() const {}
-};
-
+// `Searcher` finds requests and row tiles: OneSearcher (one_searcher.h) or WarpSearcher (threads.h). request_at: the
+// last request, `from` or later, that begins on the axis at or before `cost`.
+//
 // Guarantee: the costliest CTA ends at most 3% above the mean, or above it by at most the cost of a piece and of one
 // range that cannot be divided (less than two shortest pieces and a step, times the KV heads of a CTA in small lanes).
 // Below that, evening out costs more than it gains.
@@ -210,7 +194,7 @@ class Partitioner {
   struct Place {
     i32 q_len = -1, kv_begin = 0, kv_len = -1;
     double one_head = 0.0, heads_per_ns = 0.0;
-    TileCosts costs;
+    typename Searcher::Costs costs;
   };
 
   // The expected loss of a lane that ends anywhere in a unit of mean cost: the distance to the edge before it, or a
@@ -274,12 +258,19 @@ class Partitioner {
     const Request request = requests_[index];  // one copy, so that nothing below waits for memory
     const double end = requests_[min_of(index + 1, batch_)].cost;
     if (request.tiles == 0) return {{{index, 0, 0, -1}, request.cost - at}, {{}, infinite}};  // by rounding
+    if (request.tiles == 1 && heads_ == 1) {  // decode has no others; the result is that of what follows
+      const double before = request.cost - at;
+      return {{{index, 0, 0, -1}, before}, {{index + 1, 0, 0, -1}, before + (end - request.cost)}};
+    }
     place.one_head = product(end - request.cost, per_head_);
     const bool is_known =
         request.q_len == place.q_len && request.kv_len == place.kv_len && request.kv_begin == place.kv_begin;
     if (!is_known) move_to(request, place);
     const double in_request = goal - request.cost;
-    i32 head = heads_ == 1 ? 0 : min_of(heads_ - 1, static_cast<i32>(in_request * place.heads_per_ns)), from = 0;
+    const double in_heads = in_request * place.heads_per_ns;
+    // Compared one by one, because all that follows would wait for a conversion to an integer and back.
+    i32 head = 0, from = 0;
+    while (head + 1 < heads_ && in_heads >= head + 1) ++head;
     if (index == begin.request &&
         head <= begin.head) {  // head < begin.head: rounding put the goal before the beginning
       head = begin.head;
@@ -360,9 +351,7 @@ class Partitioner {
     return {none.cut, token_0 + product(token, price.ns)};
   }
 
-  FP_HOST_DEVICE i32 down_to_step(u32 token) const {
-    return static_cast<i32>(rules_.step.div(token) * rules_.step.divisor);
-  }
+  FP_HOST_DEVICE i32 down_to_step(u32 token) const { return static_cast<i32>(rules_.step.down(token)); }
 
   FP_HOST_DEVICE double cheapest_piece(const TokenPrice& price) const {
     return rules_.ns_per_piece + product(rules_.min_piece, price.ns);

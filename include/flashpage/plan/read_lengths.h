@@ -85,12 +85,12 @@ struct PlainInt32 {
   const i32* data;
 };
 
-inline KvTokens served_tokens(i32 group, i32 tile_q, const Request* requests, i32 count) {
+inline KvTokens served_tokens(i32 most_few_rows, const Request* requests, i32 count) {
   KvTokens served;
   for (i32 i = 0; i < count; ++i) {
     const Request& request = requests[i];
     if (request.tiles == 0) continue;
-    served = served + KvTokens::of(request.tokens(), request.tiles, has_few_rows(request.q_len, group, tile_q));
+    served = served + KvTokens::of(request.tokens(), request.tiles, has_few_rows(request.q_len, most_few_rows));
   }
   return served;
 }
@@ -171,7 +171,7 @@ inline i64 wrapped_minus(i64 a, i64 b) { return static_cast<i64>(static_cast<u64
 template <class Index, bool is_cut>
 LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q, std::vector<Request>& requests,
                          LengthTotals& totals) {
-  const i32 num_kv_heads = heads.num_kv_heads, group = heads.group();
+  const i32 num_kv_heads = heads.num_kv_heads, group = heads.group(), most_few = most_few_rows(group, tile_q);
   const i64 batch = lengths.batch, page_size = lengths.page_size > 0 ? lengths.page_size : 1;
   if (static_cast<i64>(requests.size()) <= batch) requests.resize(batch + 1);
   const Index q_indptr(lengths.q_indptr), kv_indptr(lengths.kv_indptr);
@@ -210,7 +210,7 @@ LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q,
       const i64 given = last_page_len[i];
       // Engines pad batches with requests that have no pages and any last_page_len that a page could have.
       if (given < (entries > 0) || given > page_size) return {LengthArray::last_page_len, outside, i, given, page_size};
-      if (entries > 0) kv_len += given - page_size;
+      kv_len += entries > 0 ? given - page_size : 0;
     }
     if (kv_len > max_i32) return {LengthArray::kv_indptr, overflow, i + 1, kv_len, max_i32};
 
@@ -220,7 +220,7 @@ LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q,
       const i64 tiles = ceil_div<i64>(q_len * group, tile_q), limit = max_i32 / max_of<i64>(group, 1);
       if (q_len > limit || tiles * num_kv_heads > max_i32)
         return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
-      rows = {q_len, lengths.serves(q_len) ? tiles : 0, has_few_rows(q_len, group, tile_q), i, 0};
+      rows = {q_len, lengths.serves(q_len) ? tiles : 0, has_few_rows(q_len, most_few), i, 0};
     }
     rows.tokens += kv_len;
     longest = max_of(longest, kv_len);
@@ -251,7 +251,7 @@ LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q,
     if (lengths.has_custom_mask || lengths.cell_tokens > 0) place_masks(lengths, whole_requests, totals);
   }
   const bool are_all = lengths.serves_all() && !is_cut;
-  totals.served = are_all ? totals.kv : served_tokens(group, tile_q, requests.data(), totals.parts);
+  totals.served = are_all ? totals.kv : served_tokens(most_few, requests.data(), totals.parts);
   return {};
 }
 

@@ -190,12 +190,12 @@ class TablePlanner {
 
   FP_HOST_DEVICE void find_waves() {
     Request* const requests = work_.requests;
-    const i32 group = given_.heads.group(), tile_q = given_.schedule.tile_q;
+    const i32 most_few = given_.model.most_few_rows;
     const KvTokens* all = exclusive_scan(
         threads_, work_.state->batch, reinterpret_cast<KvTokens*>(work_.sums),
         [&](i32 i) {
           const Request& request = requests[i];
-          return KvTokens::of(request.tokens(), request.tiles, has_few_rows(request.q_len, group, tile_q));
+          return KvTokens::of(request.tokens(), request.tiles, has_few_rows(request.q_len, most_few));
         },
         [](i32, const KvTokens&) {});
     threads_.phase([&](i32 thread) {

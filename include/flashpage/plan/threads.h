@@ -3,7 +3,7 @@
 // phase that also tells all threads whether one of them returned true. Threads have no other connection, so a host may
 // run them one by one (csrc/plan/table_planner.cpp), in any order.
 #pragma once
-#include "flashpage/plan/lengths.h"
+#include "flashpage/plan/cost.h"
 
 namespace flashpage::plan {
 
@@ -21,6 +21,8 @@ FP_HOST_DEVICE void by_warps(i32 thread, i32 count, Body&& body) {
 // warp, for how many lanes holds(lane) is true. Apart from that, each thread does what one thread alone would.
 template <class Vote>
 struct WarpSearcher {
+  using Costs = TileCosts;
+
   Vote vote;
 
   FP_HOST_DEVICE i32 request_at(const Request* requests, i32 batch, i32 from, double cost) const {

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "flashpage/plan/one_searcher.h"
 #include "flashpage/plan/partition.h"
 
 namespace flashpage::plan {
