@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plan_calls import PlanCall
+from planner_batches import Batch, arrays_of, problem_of
 
 from flashpage import BatchPrefillWithPagedKVCacheWrapper, jit, native
 from flashpage.base.dtypes import DType
@@ -329,6 +331,26 @@ def test_given_lengths_count_and_not_the_room_of_their_pages(dtype: torch.dtype)
         options.call.context_table = ctypes.addressof(table)
         assert options._contexts.of_batch(ctypes.addressof(options.call)) is expected
         options.call.context_table = options._contexts.address
+
+
+@pytest.mark.parametrize("kv_source", ["paged", "latent"])
+def test_a_planned_batch_has_the_class_of_its_lengths(kv_source: str) -> None:
+    """A plan does not look at contexts where no row of the table may fit, and counts neighbours of equal rows once."""
+    changed = {"kv_source": kv_source, "uniform_q_len": 0, "causal": True}
+    options = dataclasses.replace(DECODE if kv_source == "paged" else LATENT, **changed)
+    contexts, rng, found = ContextLengths(options, devices.H200), np.random.default_rng(3), set()
+    for _ in range(300):
+        count, most = int(rng.choice([1, 3, 40])), int(rng.choice([2, 9, 30, 200, 3000]))
+        rows = np.full(count, most - 1) if rng.random() < 0.5 else rng.integers(0, most, count)
+        tokens = rows + rng.integers(0, 4000, count)
+        batch = Batch(rows, tokens)
+        arrays = arrays_of(batch, use_kv_lens=True)
+        call = PlanCall(problem_of(batch, arrays), native.Schedule())
+        call.struct.context_table = contexts.address
+        expected = contexts.of(rows.tolist(), tokens.tolist())
+        assert contexts.of_batch(call.address) is expected, (rows, tokens)
+        found.add(expected)
+    assert len(found) > 2
 
 
 @pytest.mark.parametrize("is_built", [True, False])
