@@ -4,6 +4,7 @@ the same requests.
     python tests/card/engine_ranks.py vllm      # needs an installed vLLM, and flashpage as its plugin
     python tests/card/engine_ranks.py vllm-options  # one card: graphs, fp8 caches, preemption, guesses, windows, growth
     python tests/card/engine_ranks.py sglang
+    python tests/card/engine_ranks.py sglang-options  # one card: trees over pages of 64, gpt-oss, Gemma 4
 
 Each engine of a table below is a process of its own; `--only` names some. They start at once, or each after the one
 before (`--in-turn`), and those of several ranks answer one after the other. Two engines are compared as soon as both
@@ -34,7 +35,16 @@ from typing import Any
 import torch
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "bench")]
-from engine_setups import NEW_TOKENS, SGLANG, VLLM, VLLM_OPTIONS, Setup, vllm_options
+from engine_setups import (
+    NEW_TOKENS,
+    SGLANG,
+    SGLANG_OPTIONS,
+    VLLM,
+    VLLM_OPTIONS,
+    Setup,
+    sglang_options,
+    vllm_options,
+)
 from engine_turns import differences, in_words
 from entry_points import ROOT, write_entry_points
 from plain_numba import write_numba
@@ -127,35 +137,15 @@ def growth_of(engine: Any, sampling: Any) -> dict[str, float]:
 def answer_sglang(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     from sglang import Engine
 
-    backend = setup.get("backend", "flashpage")
-    options: dict[str, Any] = {
-        "model_path": str(folder / setup["model"]),
-        "skip_tokenizer_init": True,
-        "dtype": "float32" if chosen.small else "bfloat16",
-        "attention_backend": "torch_native" if chosen.small and backend == "fa3" else backend,
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "device": chosen.device,
-        "tp_size": setup.get("ranks", 1),
-        "page_size": setup.get("page_size", 1),
-        "context_length": 1024,
-        "chunked_prefill_size": 512,
-        "enable_mixed_chunk": True,
-        "max_running_requests": 16,
-        "max_total_tokens": 16384,
-        "cuda_graph_backend_decode": "disabled" if chosen.small or setup.get("is_eager") else "full",
-        "cuda_graph_backend_prefill": "disabled",
-        "disable_custom_all_reduce": True,
-        "log_level": "error",
-    }
-    if not chosen.small:
-        options |= {"cuda_graph_max_bs_decode": 16, "mem_fraction_static": 0.5}
-    engine = Engine(**options)
+    engine = Engine(**sglang_options(setup, folder, chosen.small, chosen.device))
+
+    accepted: list[float] = []
 
     def ask(kind: str) -> list[dict[str, Any]]:
         params = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS[kind], "ignore_eos": True}
         asked = {"return_logprob": True, "top_logprobs_num": 5}
         answers = engine.generate(input_ids=requests(kind), sampling_params=params, **asked)
+        accepted.extend(answer["meta_info"].get("spec_accept_length", 1.0) for answer in answers)
         return [
             {
                 "tokens": answer["output_ids"],
@@ -165,8 +155,9 @@ def answer_sglang(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dic
             for best in [answer["meta_info"]["output_top_logprobs"]]
         ]
 
-    found = ask_all(setup, ask)
+    found: dict[str, Any] = ask_all(setup, ask)
     engine.shutdown()
+    found["counts"] = {"most tokens a step": max(accepted)} if "guesses" in setup else ""
     return found
 
 
@@ -202,6 +193,7 @@ ENGINES = {
     ),
     "vllm-options": Engine("vLLM", VLLM_OPTIONS, answer_vllm, "vllm.general_plugins", "vllm"),
     "sglang": Engine("SGLang", SGLANG, answer_sglang, "sglang.srt.plugins", "sglang"),
+    "sglang-options": Engine("SGLang", SGLANG_OPTIONS, answer_sglang, "sglang.srt.plugins", "sglang"),
 }
 
 
@@ -254,7 +246,9 @@ def started(name: str, number: int, place: Path, chosen: argparse.Namespace) -> 
     variables = {"PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])}
     setup = engine.table[name]
     if setup.get("ranks", 1) == 1 and chosen.device == "cuda":
-        variables["CUDA_VISIBLE_DEVICES"] = str(number % max(1, torch.cuda.device_count()))
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        cards = given.split(",") if given else [str(i) for i in range(max(1, torch.cuda.device_count()))]
+        variables["CUDA_VISIBLE_DEVICES"] = cards[number % len(cards)]
     if chosen.device == "cpu":
         variables |= ON_CPU | {"FLASHPAGE_VLLM": "off" if "backend" in setup else "on"}
     command = [sys.executable, __file__, *sys.argv[1:], "--answer", name, "--place", str(place)]

@@ -39,15 +39,8 @@ CHECKPOINTS_OWN: dict[str, Any] = {
     },
 }
 
-# SGLang's names of Gemma 4's sizes, which it gives to checkpoints with images; on the CPU it divides the experts' size.
-GEMMA4_OWN: dict[str, Any] = {
-    "head_dim": 64,
-    "v_head_dim": 64,
-    "swa_head_dim": 32,
-    "swa_v_head_dim": 32,
-    "swa_num_key_value_heads": 2,
-    "moe_intermediate_size": 256,
-}
+# On the CPU SGLang divides the experts' size.
+GEMMA4_OWN: dict[str, Any] = tiny_model.GEMMA4_NAMES | {"moe_intermediate_size": 256}
 
 pytestmark = pytest.mark.slow
 
@@ -58,21 +51,27 @@ def needs(*folders: Path) -> None:
             pytest.skip(f"{needed.relative_to(ROOT)} is missing: run `python tests/support/get_sglang.py`")
 
 
-def answers(folder: Path, engines: list[dict[str, Any]]) -> list[Any]:
-    """The tokens of each engine, all in one process."""
+def call(arguments: list[str], folder: Path) -> str:
+    """Runs a program, and returns what it prints."""
     entries = write_entry_points(folder / "entries", "sglang.srt.plugins")
     paths = entries, TREE, get_sglang.PACKAGES, ROOT, SUPPORT, SUPPORT / "sglang_tree"
-    job, out = folder / "job.json", folder / "out.json"
-    job.write_text(json.dumps({"prompts": tiny_model.prompts(), "engines": engines}))
     given = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "FLASHPAGE_PROGRESS": "off",
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles its experts for the CPU, which takes ten seconds
     }
-    command = [sys.executable, str(SUPPORT / "sglang_program.py"), str(job), str(out)]
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def answers(folder: Path, engines: list[dict[str, Any]]) -> list[Any]:
+    """The tokens of each engine, all in one process."""
+    job, out = folder / "job.json", folder / "out.json"
+    job.write_text(json.dumps({"prompts": tiny_model.prompts(), "engines": engines}))
+    call([str(SUPPORT / "sglang_program.py"), str(job), str(out)], folder)
     found: list[Any] = json.loads(out.read_text())
     return found
 
@@ -118,3 +117,10 @@ def test_tokens_equal_those_of_its_own_attention(tmp_path: Path) -> None:
     for i, model in ((5, gpt_oss), (6, exaone4), (7, gemma4)):
         assert tokens[i] == tiny_model.expected_tokens(model, NEW_TOKENS), model.name
     assert tokens[8] == tiny_model.expected_tokens(deepseek, NEW_TOKENS), "latent rows"
+
+
+@pytest.mark.rare
+def test_the_example(tmp_path: Path) -> None:
+    needs(TREE, get_sglang.PACKAGES)
+    printed = call([str(ROOT / "examples" / "sglang_generate.py")], tmp_path)
+    assert printed.count("equal to transformers': True") == 3, printed

@@ -58,9 +58,9 @@ def environment(folder: Path, engine: Path, entries: Path, **own: str) -> dict[s
     }
 
 
-def call(arguments: list[str], given: dict[str, str], folder: Path) -> None:
-    """Runs a program. Those of the wheel for the CPU are forked from a process that has imported vLLM, which takes more
-    time than most of them; what such an engine starts itself begins from nothing."""
+def call(arguments: list[str], given: dict[str, str], folder: Path) -> str:
+    """Runs a program, and returns what it prints. Those of the wheel for the CPU are forked from a process that has
+    imported vLLM, which takes more time than most of them; what such an engine starts itself begins from nothing."""
     imported = "vllm.entrypoints.llm" if str(CPU) in given["PYTHONPATH"].split(os.pathsep) else ""
     if imported:
         done: Any = programs.run(arguments, env=given, cwd=folder, timeout=600, imported=imported)
@@ -68,6 +68,7 @@ def call(arguments: list[str], given: dict[str, str], folder: Path) -> None:
         command = [sys.executable, *arguments]
         done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,24 @@ def test_rotation_and_write_are_one_operator(folder: Path, models: dict[str, Pat
     needs(CPU)
     given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
     call([str(SUPPORT / "vllm_rotation.py"), str(models["llama"])], given, folder)
+
+
+def test_the_example(folder: Path) -> None:
+    needs(CPU)
+    given = environment(folder, CPU, entry_points(folder))
+    printed = call([str(ROOT / "examples" / "vllm_generate.py")], given, folder)
+    assert printed.count("equal to transformers': True") == 3, printed
+
+
+def test_an_engine_without_a_compiler(folder: Path, models: dict[str, Path], expected: dict[str, Any]) -> None:
+    """Kernels that an earlier engine has built are enough. If they are missing, the start ends with the reason."""
+    llama, given = [{"model": str(models["llama"])}], environment(folder, CPU, entry_points(folder))
+    given |= {"FLASHPAGE_VLLM": "on"}
+    answers(folder, llama, given)
+    given["FLASHPAGE_CXX"] = "no-such-compiler"
+    assert answers(folder, llama, given)[0]["tokens"] == expected["llama"]
+    with pytest.raises(AssertionError, match="no-such-compiler"):
+        answers(folder, llama, given | {"FLASHPAGE_CACHE_DIR": str(folder / "cache")})
 
 
 TREES_OR_MISSING = TREES or ["vllm-" + get_vllm.TREES[0]]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from rank_models import KV_HEADS, SIZES, SMALL
+from tiny_model import GEMMA4_NAMES
 
 NEW_TOKENS = {"mixed": 16, "again": 16, "short": 64}  # "again": prefixes come from the cache
 
@@ -37,6 +39,20 @@ SGLANG: dict[str, Setup] = {
     "llama-2-other": {"model": "llama", **TWO, "backend": "fa3"},
     "mqa-1": {"model": "mqa"},
     "mqa-2": {"model": "mqa", **TWO},
+}
+# On one card: trees of guesses over pages of 64 tokens in captured steps, by a draft of random weights, by the model
+# itself, whose guesses are mostly accepted, and by n-grams; sinks and windows, and heads of two sizes.
+_TREES: Setup = {"model": "llama", "page_size": 64}
+SGLANG_OPTIONS: dict[str, Setup] = {
+    "llama-1": {"model": "llama", "page_size": 64},
+    "llama-1-other": {"model": "llama", "page_size": 64, "backend": "triton"},
+    "llama-1-eagle": {**_TREES, "guesses": "EAGLE", "draft": "eagle"},
+    "llama-1-itself": {**_TREES, "guesses": "STANDALONE", "draft": "llama"},
+    "llama-1-ngrams": {**_TREES, "guesses": "NGRAM"},
+    "gptoss-1": {"model": "gptoss"},
+    "gptoss-1-other": {"model": "gptoss", "backend": "triton"},
+    "gemma4-1": {"model": "gemma4"},
+    "gemma4-1-other": {"model": "gemma4", "backend": "triton"},
 }
 # On one card: other ways to run the same model.
 VLLM_OPTIONS: dict[str, Setup] = {
@@ -94,3 +110,40 @@ def vllm_options(setup: Setup, folder: Path, is_small: bool) -> Setup:
     if "window" in setup:
         found["hf_overrides"] = {"sliding_window": setup["window"]}
     return found if is_small else found | {"attention_config": {"backend": setup.get("backend", "CUSTOM")}}
+
+
+def sglang_options(setup: Setup, folder: Path, is_small: bool, device: str) -> Setup:
+    backend = setup.get("backend", "flashpage")
+    found = {
+        "model_path": str(folder / setup["model"]),
+        "skip_tokenizer_init": True,
+        "dtype": "float32" if is_small else "bfloat16",
+        "attention_backend": "torch_native" if is_small and backend != "flashpage" else backend,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "device": device,
+        "tp_size": setup.get("ranks", 1),
+        "page_size": setup.get("page_size", 1),
+        "context_length": 1024,
+        "chunked_prefill_size": 512,
+        "enable_mixed_chunk": True,
+        "max_running_requests": 16,
+        "max_total_tokens": 16384,
+        "cuda_graph_backend_decode": "disabled" if is_small or setup.get("is_eager") else "full",
+        "cuda_graph_backend_prefill": "disabled",
+        "disable_custom_all_reduce": True,
+        "log_level": "error",
+    }
+    if not is_small:
+        found |= {"cuda_graph_max_bs_decode": 16, "mem_fraction_static": 0.5}
+    if "guesses" in setup:
+        found |= {"speculative_algorithm": setup["guesses"], "speculative_num_draft_tokens": 8}
+    if "draft" in setup:
+        found |= {
+            "speculative_draft_model_path": str(folder / setup["draft"]),
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 4,
+        }
+    if setup["model"] == "gemma4":
+        found["json_model_override_args"] = json.dumps(GEMMA4_NAMES)
+    return found

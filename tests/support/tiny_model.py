@@ -39,20 +39,40 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def write(folder: Path, name: str) -> Path:
     """Writes config.json and drawn weights; returns the folder."""
-    from safetensors.torch import save_file
-
     config = LLAMA | MODELS[name]
+    hidden = config["hidden_size"]
+    shapes = {"embed_tokens": (VOCABULARY, hidden), "norm": (hidden,), **_layer_shapes(config)}
+    weights = {f"model.{name}.weight": _drawn(name, shape) for name, shape in shapes.items()}
+    weights["lm_head.weight"] = _drawn("lm_head", (VOCABULARY, hidden))
+    return _saved(folder, config, weights)
+
+
+def write_eagle(folder: Path, name: str) -> Path:
+    """A draft for EAGLE over one of these models: a layer of its own, and the model's embedding and head."""
+    config = LLAMA | MODELS[name] | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    hidden = config["hidden_size"]
+    shapes = {"fc": (hidden, 2 * hidden), **_layer_shapes(config)}
+    weights = {f"{name}.weight": _drawn(name, shape) for name, shape in shapes.items() if "input_" not in name}
+    weights["fc.bias"] = torch.zeros(hidden)
+    return _saved(folder, config, weights)
+
+
+def _layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_rows, kv_rows = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    shapes = {"embed_tokens": (VOCABULARY, hidden), "norm": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {}
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"layers.{i}.self_attn.{part}_proj": (kv_rows, hidden) for part in "kv"}
         shapes |= {f"layers.{i}.self_attn.q_proj": (q_rows, hidden), f"layers.{i}.self_attn.o_proj": (hidden, q_rows)}
         shapes |= {f"layers.{i}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")}
         shapes |= {f"layers.{i}.mlp.down_proj": (hidden, inner)}
         shapes |= {f"layers.{i}.{part}_layernorm": (hidden,) for part in ("input", "post_attention")}
-    weights = {f"model.{name}.weight": _drawn(name, shape) for name, shape in shapes.items()}
-    weights["lm_head.weight"] = _drawn("lm_head", (VOCABULARY, hidden))
+    return shapes
+
+
+def _saved(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -108,8 +128,16 @@ _WINDOWED: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "sliding_window": 32,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "initializer_range": 0.15,
+}
+# SGLang's names of Gemma 4's sizes, which it gives to checkpoints with images.
+GEMMA4_NAMES: dict[str, Any] = {
+    "head_dim": 64,
+    "v_head_dim": 64,
+    "swa_head_dim": 32,
+    "swa_v_head_dim": 32,
+    "swa_num_key_value_heads": 2,
 }
 
 
@@ -120,7 +148,8 @@ def write_gpt_oss(folder: Path) -> Path:
     torch.manual_seed(0)
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     rope = {"rope_type": "default", "rope_theta": 1e4}
-    model = GptOssForCausalLM(GptOssConfig(num_hidden_layers=4, rope_parameters=rope, **experts, **_WINDOWED))
+    limit = {"swiglu_limit": 7.0}  # transformers' own, which older versions do not write down
+    model = GptOssForCausalLM(GptOssConfig(num_hidden_layers=4, rope_parameters=rope, **limit, **experts, **_WINDOWED))
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks, 2.0)
     model.save_pretrained(folder)

@@ -16,7 +16,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.attention.selector import AttentionSelectorConfig, get_attn_backend
 from vllm_step import Form, Scene, close, run
 
 from flashpage.engines.plugin.group_plans import Use
@@ -130,6 +130,29 @@ def check_own_choice() -> None:
             assert not AttentionBackendEnum[name].is_overridden(), name
 
 
+def check_kinds() -> None:
+    """By `backend_per_kind` some layers of a model are ours, and others have vLLM's own attention."""
+    from vllm.config import AttentionConfig
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    has_window = {"full_attention": False, "sliding_window": True}
+    hopper = mock.patch.object(CudaPlatformBase, "get_device_capability", return_value=HOPPER)
+    others = {
+        "model_config": SimpleNamespace(use_mla=False, rswa_window=None),
+        "cache_config": SimpleNamespace(user_specified_block_size=True, block_size=16, cache_dtype="auto"),
+        "parallel_config": SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1),
+        "kv_transfer_config": None,
+        "speculative_config": None,
+    }
+    platform = mock.patch("vllm.platforms.current_platform", CudaPlatformBase)
+    for kind in has_window:
+        others["attention_config"] = AttentionConfig(backend="TRITON_ATTN", backend_per_kind={kind: "CUSTOM"})
+        with vllm_latent.configured(others=others), hopper, platform:
+            for layer, window in has_window.items():
+                found = get_attn_backend(128, torch.bfloat16, "auto", has_sliding_window=window)
+                assert found.get_name() == ("CUSTOM" if layer == kind else "TRITON_ATTN"), (kind, layer)
+
+
 # ---------------------------------------------------------------- the builder
 
 
@@ -235,6 +258,7 @@ if __name__ == "__main__":
     check_answers()
     check_layers()
     check_own_choice()
+    check_kinds()
     check_builder()
     check_canvas()
     check_ranks()
