@@ -38,7 +38,8 @@ struct ColumnState {
   }
 
   // Raises the maxima if a score of the team exceeds one of them by more than headroom_of, and returns whether it did;
-  // values must then be multiplied by `factor`. `top`: memory of the team's warps, [warp][row]. `vote(outgrown)` returns whether any thread of the team has outgrown, and is a barrier of the team.
+  // values must then be multiplied by `factor`. `top`: memory of the team's warps, [warp][row]. `vote(outgrown)`
+  // returns whether any thread of the team has outgrown, and is a barrier of the team.
   template <int rows>
   FP_DEVICE bool raise(const float (&scores)[tiles][4], float (&top)[4][rows], int warp, int lane,
                        float (&factor)[tiles][2], auto&& vote) {
