@@ -114,5 +114,6 @@ LATENT_PEERS: dict[str, tuple[str, Callable[[LatentBatch], Call | None]]] = {  #
     "flashpage": ("flashpage", lambda batch: wrapper_call("flashpage", batch)),
     "flashmla": ("flash_mla", flashmla_call),
     "fa3 scheduled": ("flash_attn_interface", fa3_call),
+    "flashinfer fa2": ("flashinfer", lambda batch: wrapper_call("flashinfer", batch, backend="fa2")),
     "flashinfer fa3": ("flashinfer", lambda batch: wrapper_call("flashinfer", batch, backend="fa3")),
 }
