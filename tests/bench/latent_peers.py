@@ -69,7 +69,10 @@ def wrapper_call(module_name: str, batch: LatentBatch, **options: object) -> Cal
     """flashpage, and FlashInfer."""
     wrapper, plan = latent_plan(module_name, batch, **options)
     plan()
-    parts = (*batch.split(batch.q), *batch.split(batch.cache))
+    ckv, kpe = batch.split(batch.cache)
+    if module_name == "flashinfer":  # its own layout: two tensors
+        ckv, kpe = ckv.contiguous(), kpe.contiguous()
+    parts = (*batch.split(batch.q), ckv, kpe)
     return lambda: wrapper.run(*parts)
 
 
