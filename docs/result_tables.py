@@ -28,6 +28,7 @@ TITLES = {  # sections in the order of the page
     "more-mla": "Latent rows (MLA), other shapes",
     "expanded": "Prompts over expanded latent rows",
     "sparse": "Latent rows of 656 bytes, by lists of tokens and by pages",
+    "sparse-calls": "Sparse prefill, and decode from two caches in rows of 584 bytes",
     "energy": "Energy of long prompts",
     "engine": "flashpage's engine, tokens per second by attention",
     "host": "Host time of plan and run",
@@ -321,6 +322,10 @@ def sparse_table(lines: list[Line]) -> str:
     return shares_table(lines, "bf16", "Microseconds, and in brackets the share of bf16's.")
 
 
+def sparse_calls_table(lines: list[Line]) -> str:
+    return shares_table(lines, "flashpage", "Microseconds, and in brackets the share of flashpage's.")
+
+
 def shares_table(lines: list[Line], of: str, words: str) -> str:
     """Times by format, and their share of one format's."""
     names = list(dict.fromkeys(name for line in lines for name in line["us"]))
@@ -340,6 +345,7 @@ TABLES = {  # of other sections: card_table
     "mixed": mixed_table,
     "formats": formats_table,
     "sparse": sparse_table,
+    "sparse-calls": sparse_calls_table,
     "energy": energy_table,
     "engine": own_engine_table,
     "option-costs": costs_table,

@@ -69,7 +69,10 @@ def wrapper_call(module_name: str, batch: LatentBatch, **options: object) -> Cal
     """flashpage, and FlashInfer."""
     wrapper, plan = latent_plan(module_name, batch, **options)
     plan()
-    parts = (*batch.split(batch.q), *batch.split(batch.cache))
+    ckv, kpe = batch.split(batch.cache)
+    if module_name == "flashinfer":  # its own layout: two tensors
+        ckv, kpe = ckv.contiguous(), kpe.contiguous()
+    parts = (*batch.split(batch.q), ckv, kpe)
     return lambda: wrapper.run(*parts)
 
 
@@ -114,5 +117,6 @@ LATENT_PEERS: dict[str, tuple[str, Callable[[LatentBatch], Call | None]]] = {  #
     "flashpage": ("flashpage", lambda batch: wrapper_call("flashpage", batch)),
     "flashmla": ("flash_mla", flashmla_call),
     "fa3 scheduled": ("flash_attn_interface", fa3_call),
+    "flashinfer fa2": ("flashinfer", lambda batch: wrapper_call("flashinfer", batch, backend="fa2")),
     "flashinfer fa3": ("flashinfer", lambda batch: wrapper_call("flashinfer", batch, backend="fa3")),
 }

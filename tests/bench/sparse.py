@@ -104,12 +104,20 @@ class SparseBatch:
         given = (q, cache, None, None, CKV, schedule)
         return lambda: flash_mla.flash_mla_with_kvcache(*given, **options, use_legacy=True)[0][:, 0, : case.heads]
 
-    def error(self, out: torch.Tensor) -> float:
-        """Relative error of the first request against fp64 over bf16 rows."""
-        tokens = self.rows[self.lists[0].long()] if self.case.top_k else self.rows[: self.case.context]
-        scores = self.q[0].double() @ tokens.double().T * SM_SCALE
-        expected = scores.softmax(-1) @ tokens[:, :CKV].double()
+    def error(self, out: torch.Tensor, in_bytes: bool) -> float:
+        """Relative error of the first request against fp64 over the rows as they are stored."""
+        places = self.lists[0].long() if self.case.top_k else slice(0, self.case.context)
+        tokens = self._stored(places) if in_bytes else self.rows[places].double()
+        scores = self.q[0].double() @ tokens.T * SM_SCALE
+        expected = scores.softmax(-1) @ tokens[:, :CKV]
         return float((out[0].double() - expected).norm() / expected.norm())
+
+    def _stored(self, places: torch.Tensor | slice) -> torch.Tensor:
+        """Rows of 656 bytes: e4m3, four scales, and bf16."""
+        numbers, scales, rest = self.bytes.flatten(0, 1)[places].split([CKV, 16, 2 * KPE], 1)
+        factors = scales.contiguous().view(torch.float32).double().repeat_interleave(128, 1)
+        left = numbers.contiguous().view(torch.float8_e4m3fn).double() * factors
+        return torch.cat([left, rest.contiguous().view(torch.bfloat16).double()], 1)
 
 
 def measure(case: SparseCase, device: torch.device, rounds: int, clock: GpuClock | HostClock) -> dict[str, Any]:
@@ -118,7 +126,8 @@ def measure(case: SparseCase, device: torch.device, rounds: int, clock: GpuClock
     calls: dict[str, Call] = {"bf16": batch.own_call(False), "656 bytes": batch.own_call(True)}
     if case.top_k and device.type == "cuda" and importlib.util.find_spec("flash_mla"):
         calls["656 bytes by FlashMLA"] = batch.flashmla_call()
-    errors = {name: float(f"{batch.error(call()):.2g}") for name, call in calls.items()}
+    found = {name: batch.error(call(), name != "bf16") for name, call in calls.items()}
+    errors = {name: float(f"{error:.3g}") for name, error in found.items()}
     spent = rounds_of({name: clock.capture(call) for name, call in calls.items()}, rounds, clock)
     us = {name: round(statistics.median(times), 1) for name, times in spent.items()}
     print(f"| {case.name} | " + " | ".join(f"{name} {time} ({errors[name]})" for name, time in us.items()), flush=True)

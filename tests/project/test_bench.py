@@ -45,6 +45,14 @@ PROGRAMS = [  # program and arguments, and a line that it prints
         "| 1 x 512, 256 decodes of 1k | flashpage, ",
     ),
     (("mixed.py", "--only", "chunk of", "--ways", *MIXED), "| chunk of 2k on 16k, 64 decodes of 4k | as planned |"),
+    (
+        ("sparse.py", "--only", "32 heads", "--small", "--device", "cpu", "--rounds", "1"),
+        "| 16 heads, batch 2, top-k 100 |",
+    ),
+    (
+        ("sparse_calls.py", "--only", "64 heads", "--small", "--device", "cpu", "--rounds", "1"),
+        "| prefill, 4 heads, 2 rows, top-k 64 |",
+    ),
     (("cluster.py", "--only", "4 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 1k |"),
     (
         ("engine.py", "--small", "--device", "cpu", "--requests", "4", "--prompt", "40", "--new-tokens", "8"),

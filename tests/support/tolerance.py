@@ -12,7 +12,8 @@ Inputs are compared as stored, so they carry no error. These roundings remain.
 * On Hopper, prefill with bf16 or e4m3 weights takes the card's tanh for a soft cap (approximates_tanh): a capped score
   is then off by 2^-11 of itself.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
-  the spread of scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
+  the root of the sum of (q k)^2, which is the spread of scores in the mean. Five standard deviations are allowed, of
+  rows where that sum is four of its own above its mean; positions times frequencies are fp32 angles.
 * Latent rows in fp8 with scales that are no powers of two are rounded to q's type, as keys and as values, and so may be
   rows of K and V in formats with scales of tokens. Rotated queries are rounded to q's type.
 
@@ -123,12 +124,14 @@ def score_error(case: Case, *, fp8_products: bool = False, approximate_tanh: boo
         transforms += TANH * largest
     if case.position == "ALIBI" or case.variant:
         transforms += 8 * FP32 * max(case.kv_lens)  # slope times distance, added to the score
+    # Squares of products of two normal numbers have mean 1 and variance 8.
+    rounded = spread * math.sqrt(1.0 + 4.0 * math.sqrt(8.0 / case.head_dim)) * _query_unit(case)
     if case.has_uneven_scales:
-        transforms += spread * 2.0 * _query_unit(case)
+        transforms += 2.0 * rounded
     if "_rotated" in case.kv_format:
-        transforms += spread * 3.0 * _query_unit(case)
+        transforms += 3.0 * rounded
     if case.position == "ROPE_LLAMA":
-        transforms += spread * (3.0 * _query_unit(case) + 4 * FP32 * max(*case.kv_lens, *case.q_lens))
+        transforms += 3.0 * rounded + spread * 4 * FP32 * max(*case.kv_lens, *case.q_lens)
     return products + transforms
 
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "flashpage/kernels/wide_units.h"
 #include "flashpage/ptx/convert.h"
+#include "flashpage/tile/softmax/headroom.h"
 #include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/softmax/transform.h"
 
@@ -33,6 +34,38 @@ FP_DEVICE void prepare_scores(float (&scores)[1][chunks][4], const WidePlace& pl
       }
   }
 }
+
+// As SoftmaxState, but maxima also move for scores that have a large share of a row's sum (headroom_of). `lanes`: in
+// how many lanes, of all warps, a row has its tokens.
+template <int lanes>
+struct LimitedSoftmax : SoftmaxState<1> {
+  template <int token_tiles>
+  FP_DEVICE bool raise(const float (&scores)[1][token_tiles][4], float scale, float (&factor)[1][2]) {
+    float top[1][2];
+    bool outgrown = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      top[0][half] = lane_maximum(scores[0], half);
+      outgrown = outgrown || top[0][half] * scale > maximum[0][half] + headroom_of<lanes>(sum[0][half]);
+    }
+    if (!__any_sync(0xffffffff, outgrown)) return false;
+    move_to(top, scale, factor);
+    return true;
+  }
+
+  // Multiplies the values of the rows whose maxima moved, which are few.
+  template <int value_tiles>
+  FP_DEVICE static void rescale(float (&values)[1][value_tiles][4], const float (&factor)[1][2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!__any_sync(0xffffffff, factor[0][half] != 1.f)) continue;
+#pragma unroll
+      for (int n = 0; n < value_tiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) values[0][n][half * 2 + e] *= factor[0][half];
+    }
+  }
+};
 
 // Probabilities as factors of the products of values.
 template <class Cache, int steps>

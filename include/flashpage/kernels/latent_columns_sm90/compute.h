@@ -29,6 +29,7 @@ struct ColumnsCompute {
   static constexpr u32 first_thread = Shared::Warps::loading * 32;  // of the computing ones
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
+  using Softmax = LimitedSoftmax<Shared::takes_turns ? 8 : 4>;
 
   Shared& shared;
   const AttentionParams& params;
@@ -63,7 +64,7 @@ struct ColumnsCompute {
   // What a warpgroup keeps from block to block of a unit.
   struct State {
     const WidePlace& place;
-    SoftmaxState<1>& softmax;
+    Softmax& softmax;
     Values& values;
     Scores& scores;   // of the block whose softmax is next
     Scores& product;  // in flight: this CTA's terms of scores
@@ -73,7 +74,7 @@ struct ColumnsCompute {
   FP_DEVICE void run_unit(const WidePlace& place) {
     Values values = {};
     Scores scores, product;
-    SoftmaxState<1> softmax;
+    Softmax softmax;
     softmax.clear();
     float factor[1][2];
     State state{place, softmax, values, scores, product, factor};

@@ -28,6 +28,7 @@ struct WideCompute {
   static constexpr int vote_barrier = 1;  // of the right warpgroup, by name
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
+  using Softmax = LimitedSoftmax<4 * WideWarps::groups>;
 
   Shared& shared;
   const AttentionParams& params;
@@ -56,7 +57,7 @@ struct WideCompute {
   // What a warpgroup keeps from block to block of a unit.
   struct State {
     const WidePlace& place;
-    SoftmaxState<1>& softmax;
+    Softmax& softmax;
     Values& values;
     Scores& scores;
     float (&factor)[1][2];
@@ -72,7 +73,7 @@ struct WideCompute {
       ptx::fence_before_products();  // Q was copied by cp.async
       Values values = {};
       Scores scores;
-      SoftmaxState<1> softmax;
+      Softmax softmax;
       softmax.clear();
       float factor[1][2];
       State state{place, softmax, values, scores, factor};
@@ -106,10 +107,11 @@ struct WideCompute {
       release(now, WidePart::tail);
       if (!goes_on) release_query();
       prepare(state, block);
-      if (state.softmax.raise(state.scores, softmax_scale(state), state.factor)) rescale(state);  // no product is left
+      const bool rose = state.softmax.raise(state.scores, softmax_scale(state), state.factor);
       Fragments first, second;
       exponentiate(state, first);
       hand_over(state, first);
+      if (rose) rescale(state);  // no product is in flight
       clear_hidden(state.place, block, now, WidePart::left);
       issue_values(state.values, first, now, WidePart::left);
       if (has_second) {
