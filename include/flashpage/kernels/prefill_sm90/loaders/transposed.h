@@ -52,10 +52,18 @@ struct TransposedLoading : BoxLoading<Traits> {
         tiles.clear_hidden(source, visits.now(), from, warp % Warps::transposing, Warps::transposing);
       shared.value_ring.wait_empty(use);
       Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(use)]),
-                            warp % Warps::transposing, lane);
+                            warp % Warps::transposing, own_lane());
       this->hand_over(shared.value_ring.full_barrier(use));
       release_tile<Traits>(shared.staged_ring, use++, lane);
     });
+  }
+
+ private:
+  // Opaque where values that derive from the lane would not fit the registers next to those of many columns. Over pages
+  // ptxas keeps other values instead, and has room for these.
+  FP_DEVICE int own_lane() const {
+    constexpr bool lacks_registers = Traits::head_dim_vo > 192 && Traits::kv_source == KvSource::ragged;
+    return lacks_registers ? static_cast<int>(ptx::opaque(lane)) : lane;
   }
 };
 
