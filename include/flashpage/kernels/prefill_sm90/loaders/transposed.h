@@ -59,12 +59,9 @@ struct TransposedLoading : BoxLoading<Traits> {
   }
 
  private:
-  // Opaque where values that derive from the lane would not fit the registers next to those of many columns. Over pages
-  // ptxas keeps other values instead, and has room for these.
-  FP_DEVICE int own_lane() const {
-    constexpr bool lacks_registers = Traits::head_dim_vo > 192 && Traits::kv_source == KvSource::ragged;
-    return lacks_registers ? static_cast<int>(ptx::opaque(lane)) : lane;
-  }
+  // Opaque next to many columns, of which a lane holds more: values that derive from it are then computed where they
+  // are used.
+  FP_DEVICE int own_lane() const { return Traits::head_dim_vo > 192 ? static_cast<int>(ptx::opaque(lane)) : lane; }
 };
 
 }  // namespace flashpage
