@@ -54,9 +54,11 @@ def _tile(work: Work) -> Tile:
         return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
     may_be_taller = _has_whole_groups(options) and work.problem.contexts is not ContextClass.PARTIAL
     if work.widest <= 96 and "light" in shape.facts and "heavy function" not in shape.facts and may_be_taller:
-        return Tile(192, 96, 12, 1, 4) if work.widest <= 64 else Tile(192, 80, 12, 1, 3)
+        if work.widest <= 64:
+            return Tile(192, 96, 12, 1, 4)
+        return Tile(192, 64 if "bits by rows" in shape.facts else 80, 12, 1, 3)
     # Three warpgroups keep the special-function unit busier.
-    is_capped = _approximates_tanh(work.variant, options.q_dtype) and {"light", "whole"} <= shape.facts
+    is_capped = _only_caps(work.variant) and options.q_dtype is not DType.FLOAT16 and {"light", "whole"} <= shape.facts
     if work.widest <= 128 and is_capped and may_be_taller and loader == "boxes" and not options.has_mask:
         return Tile(192, 80, 12, 1, 3)
     return _two_groups(tokens, 2)
@@ -66,6 +68,11 @@ def _approximates_tanh(variant: VariantSpec, product: DType) -> bool:
     """Whether a soft cap is computed with tanh.approx, 1.3 times faster (docs/tried.md). Scores are then off by 2^-11
     of themselves, which bf16 weights lose by their own rounding, too, but fp16 weights do not."""
     return bool(soft_cap(variant)) and product is not DType.FLOAT16
+
+
+def _only_caps(variant: VariantSpec) -> bool:
+    """Whether scores are computed on by a soft cap alone: another stage before it takes registers, too."""
+    return bool(soft_cap(variant)) and "\n" not in variant.logit
 
 
 def _two_groups(tokens: int, stages: int) -> Tile:
@@ -197,6 +204,7 @@ def _may_be_taller(options: Options) -> bool:
     here."""
     widest, rotates = max(options.head_dim_qk, options.head_dim_vo), options.position_encoding == "ROPE_LLAMA"
     is_capped = options.has_soft_cap and options.q_dtype is not DType.FLOAT16 and not options.has_mask
+    is_capped = is_capped and options.position_encoding != "ALIBI"
     is_known = widest <= 96 or (widest <= 128 and is_capped and _loader(options) == "boxes")
     return is_known and not rotates and not options.kv_dtype.is_fp8 and _has_whole_groups(options)
 

@@ -30,6 +30,7 @@ STORED = (
     _Row(128, 64, needs=_when("light", "function"), why="a lane holds a mask function's answers for 128 tokens"),
     _Row(112, 128, needs=_when("light", "heavy function"), why="a mask function for each head also takes registers"),
     _Row(128, 128, needs=_when("light", "function"), why="a lane holds a mask function's answers for 128 tokens"),
+    _Row(128, 128, needs=_when("light", "bits by rows"), why="144 tokens spill where single rows are loaded"),
     _Row(160, 128, needs=_when("light", "whole")),
     _Row(144, 128, needs=_when("light"), why="a last panel that is not full, or a mask's bits next to a transform"),
     _Row(96, 64, why="masks or RoPE for every token"),
@@ -42,6 +43,7 @@ STORED = (
     _Row(48, 192),
     _Row(32, needs=_when("loads", "masked")),
     _Row(80, needs=_when("plain")),
+    _Row(64, needs=_when("light", "stages"), why="a soft cap after another transform"),
     _Row(80, needs=_when("light", "whole")),
     _Row(64, needs=_when("light")),
     _Row(48),
@@ -99,6 +101,8 @@ def shape_of(work: Work, loader: str) -> Shape:
         "masked": work.mask_source != "implicit",
         "function": has_function,
         "heavy function": has_function and takes_many_registers(work.variant),
+        "stages": "\n" in work.variant.logit,
+        "bits by rows": has_bits and not is_plain and loader == "rows",
         "whole": columns_are_whole and (is_plain or not has_bits),
     }
     return Shape(loop, frozenset(word for word, holds in words.items() if holds))
