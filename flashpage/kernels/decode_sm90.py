@@ -116,6 +116,7 @@ def _fits_small_cards(work: Work) -> str | None:
         return None
     slots = max(8 // _small_warps_v(work), _LOADING_WARPS)
     slots_fit = work.widest <= 256 and slots * 16 * _token_bytes(work) <= 48 << 10
+    slots_fit = slots_fit and (work.packed_rows <= 16 or options.head_dim_qk <= 224)  # Q of more rows takes more
     if slots_fit and not work.rotates and options.kv_dtype.size > 1:
         return None
     stored = f"kv_format {options.k_format}" if options.has_formats else f"kv_data_type {options.kv_dtype.value}"
