@@ -62,6 +62,8 @@ def _tile(work: Work) -> Tile:
     has_more = options.kv_dtype.size == 1 or loop is not InnerLoop.PLAIN
     if work.packed_rows <= 16 and not _slots_fit(work):
         has_more = True  # four teams need fewer slots than eight
+    if work.packed_rows > 32 and options.head_dim_qk > 480:
+        has_more = True  # two warps exchange half as much next to the widest Q
     warps_v = 4 if options.head_dim_vo > 256 else 2 if options.head_dim_vo > 128 and has_more else 1
     if _is_small(work):
         warps_v = _small_warps_v(work)
