@@ -127,8 +127,8 @@ def _fits_small_cards(work: Work) -> str | None:
 
 
 def _has_slots(work: Work) -> str | None:
-    """Refuses work whose slots do not fit: each loading warp needs one, and each of eight teams of warps. For the widest
-    rows eight slots exceed the ring's 128 KiB."""
+    """Refuses work whose slots do not fit: each loading warp needs one, and each of eight teams of warps. For the
+    widest rows eight slots exceed the ring's 128 KiB."""
     options = work.options
     if _is_small(work):
         return None
