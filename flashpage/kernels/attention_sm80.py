@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from . import kv_formats
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, RAGGED, Ahead, more
 from .devices import H200, Device
 from .kernel import (
@@ -181,8 +180,7 @@ def _formats_tile(work: Work) -> Tile:
         return Tile(rows, 16 * warps, 1, warps, 4, 1 if is_alone else 2, ring_bytes=ring_bytes, shared_limit=limit)
     is_light = work.loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     if widest <= 128 and work.packed_rows > 64 and is_light:
-        has_row_scales = any(side.scale_columns == kv_formats.WHOLE_ROW for side in options.formats)
-        tokens = 32 if not is_large or work.loop is not InnerLoop.PLAIN else 48 if has_row_scales else 64
+        tokens = 32 if not is_large or work.loop is not InnerLoop.PLAIN else 48  # 64 spill 8 to 36 bytes
         if is_large or options.token_bytes <= 160:  # K and V of 4 bits: two CTAs fit an SM with 100 KiB
             return Tile(128, tokens, 4, 1, 1, 2)
     if widest <= 256:
