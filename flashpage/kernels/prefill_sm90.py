@@ -58,7 +58,8 @@ def _tile(work: Work) -> Tile:
             return Tile(192, 96, 12, 1, 4)
         return Tile(192, 64 if "bits by rows" in shape.facts else 80, 12, 1, 3)
     # Three warpgroups keep the special-function unit busier.
-    is_capped = _only_caps(work.variant) and options.q_dtype is not DType.FLOAT16 and {"light", "whole"} <= shape.facts
+    is_light = {"light", "whole"} <= shape.facts and "function" not in shape.facts
+    is_capped = _only_caps(work.variant) and options.q_dtype is not DType.FLOAT16 and is_light
     if work.widest <= 128 and is_capped and may_be_taller and loader == "boxes" and not options.has_mask:
         return Tile(192, 80, 12, 1, 3)
     return _two_groups(tokens, 2)
@@ -203,8 +204,8 @@ def _may_be_taller(options: Options) -> bool:
     """Whether the usual tile may have three warpgroups. A variant of the user's may have a soft cap, which is not known
     here."""
     widest, rotates = max(options.head_dim_qk, options.head_dim_vo), options.position_encoding == "ROPE_LLAMA"
-    is_capped = options.has_soft_cap and options.q_dtype is not DType.FLOAT16 and not options.has_mask
-    is_capped = is_capped and options.position_encoding != "ALIBI"
+    has_more = options.has_mask or options.position_encoding == "ALIBI" or options.variant is not None
+    is_capped = options.has_soft_cap and options.q_dtype is not DType.FLOAT16 and not has_more
     is_known = widest <= 96 or (widest <= 128 and is_capped and _loader(options) == "boxes")
     return is_known and not rotates and not options.kv_dtype.is_fp8 and _has_whole_groups(options)
 
