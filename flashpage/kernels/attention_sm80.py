@@ -178,7 +178,10 @@ def _formats_tile(work: Work) -> Tile:
         limit = card.shared_bytes if is_alone else card.sm_shared_bytes // 2 - (1 << 10)
         ring_bytes = 8 * 16 * warps * sum((options.head_dim_qk, min(options.head_dim_vo, 256)))  # of 16-bit elements
         return Tile(rows, 16 * warps, 1, warps, 4, 1 if is_alone else 2, ring_bytes=ring_bytes, shared_limit=limit)
-    is_light = work.loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    # Other transforms than a soft cap alone spill 40 to 60 bytes.
+    is_light = work.loop is InnerLoop.PLAIN or (
+        work.loop is InnerLoop.TRANSFORM and "\n" not in work.variant.logit and not work.variant.tensors
+    )
     if widest <= 128 and work.packed_rows > 64 and is_light:
         tokens = 32 if not is_large or work.loop is not InnerLoop.PLAIN else 48  # 64 spill 8 to 36 bytes
         if is_large or options.token_bytes <= 160:  # K and V of 4 bits: two CTAs fit an SM with 100 KiB

@@ -31,6 +31,7 @@ STORED = (
     _Row(112, 128, needs=_when("light", "heavy function"), why="a mask function for each head also takes registers"),
     _Row(128, 128, needs=_when("light", "function"), why="a lane holds a mask function's answers for 128 tokens"),
     _Row(128, 128, needs=_when("light", "bits by rows"), why="144 tokens spill where single rows are loaded"),
+    _Row(144, 128, needs=_when("light", "narrow keys by rows"), why="addresses of rows of two sizes take registers"),
     _Row(160, 128, needs=_when("light", "whole")),
     _Row(144, 128, needs=_when("light"), why="a last panel that is not full, or a mask's bits next to a transform"),
     _Row(96, 64, why="masks or RoPE for every token"),
@@ -39,6 +40,7 @@ STORED = (
     _Row(128, 192, 128, needs=_when("plain", "whole")),
     _Row(112, 192, 128, needs=_when("light")),
     _Row(80, 192, 128),
+    _Row(64, 192, needs=_when("light", "narrow keys by rows")),
     _Row(80, 192, needs=_when("light")),
     _Row(48, 192),
     _Row(32, needs=_when("loads", "masked")),
@@ -103,6 +105,7 @@ def shape_of(work: Work, loader: str) -> Shape:
         "heavy function": has_function and takes_many_registers(work.variant),
         "stages": "\n" in work.variant.logit,
         "bits by rows": has_bits and not is_plain and loader == "rows",
+        "narrow keys by rows": loader == "rows" and options.head_dim_qk < options.head_dim_vo,
         "whole": columns_are_whole and (is_plain or not has_bits),
     }
     return Shape(loop, frozenset(word for word, holds in words.items() if holds))
