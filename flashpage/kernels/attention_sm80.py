@@ -131,6 +131,8 @@ def _is_few(work: Work) -> bool:
     too large for the card, above all next to rotated keys, which have 16 bits."""
     is_few = work.packed_rows <= 16 or (work.packed_rows <= 32 and work.widest <= 128)
     is_large, is_fp8 = work.card.shared_bytes >= LARGE, work.options.kv_dtype.is_fp8
+    if work.rotates and is_fp8 and work.packed_rows > 16 and work.options.head_dim_qk < work.options.head_dim_vo:
+        return False  # accumulators of 32 rows next to rotated keys spill where values are the wider ones
     if _is_tight(work) and is_fp8:
         return is_few and work.widest <= (256 if is_large else 128)
     return is_few and (is_large or work.widest <= 256)
