@@ -52,8 +52,13 @@ def only_checked(targets: Iterable[str]) -> list[Kernel]:
 
 def sample(targets: Iterable[str], day: int) -> list[Kernel]:
     """SAMPLE_SIZE kernels of all those that plans may need on these CUDA targets, at most one of each kernel, target
-    and kind of rows. They follow from the day alone; over a few months each kernel has its turn."""
-    kernels = [(spec, target) for target in map(Target.parse, targets) for spec in specs.sampled_specs(target)]
+    and kind of rows. They follow from the day alone; over some months each known kernel has its turn, next to others of
+    plans that are drawn each day."""
+    kernels = [
+        (spec, target)
+        for target in map(Target.parse, targets)
+        for spec in (*specs.sampled_specs(target), *specs.drawn_specs(target, day))
+    ]
     drawn: dict[tuple[str, bool, Target], Kernel] = {}
     for spec, target in sorted(kernels, key=lambda kernel: _lot(kernel, day)):
         drawn.setdefault((spec.kernel, spec.is_latent, target), (spec, target))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import random
 
+from flashpage.base.errors import CapabilityError
 from flashpage.jit import Target
 from flashpage.jit.targets import PTX
 from flashpage.kernels import ATTENTION, blocks, devices, helpers
@@ -13,6 +16,10 @@ from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.context_classes import CLASSES
 from flashpage.kernels.devices import Device
 from flashpage.kernels.spec import KernelSpec
+
+from . import plans
+
+_DRAWN = 150  # plans of a card
 
 
 def cards_of(target: Target) -> list[Device]:
@@ -64,6 +71,10 @@ _CHECKED_OF_HOPPER = (
     *(Ahead(BF16, BF16, (dim, dim), 128, rotates=True) for dim in (64, 256)),
     Ahead(BF16, BF16, (128, 128), 128, ONE_TOKEN, rotates=True),
     *(Ahead(BF16, E4M3, (512, 512), rows, 64, kv_source="latent", latent_format="deepseek_v4") for rows in (16, 32)),
+    Ahead(E4M3, E4M3, (256, 256), 128, RAGGED),
+    *(Ahead(BF16, BF16, (dim, dim), 128, ONE_TOKEN, has_mask=True, has_soft_cap=True) for dim in (96, 128)),
+    Ahead(BF16, BF16, (256, 256), 128, has_soft_cap=True, user=plans.ALIBI),
+    Ahead(BF16, BF16, (512, 512), 128, 64, kv_source="latent"),
 )
 
 
@@ -87,7 +98,7 @@ def latent_specs(target: Target) -> list[KernelSpec]:
 def only_checked_specs(target: Target) -> list[KernelSpec]:
     """Specs that CI compiles next to the list, and no wheel has."""
     rows = _CHECKED_OF_HOPPER if target.arch == devices.H200.sm else ()
-    return [*(choose_for_card(row.problem, devices.H200).spec for row in rows), *latent_specs(target)]
+    return [*(choose_for_card(row.problem, devices.H200, row.variant).spec for row in rows), *latent_specs(target)]
 
 
 # Plans of which no list has the kernels: head dims that few models have, and e4m3 queries.
@@ -105,9 +116,19 @@ def block_specs(target: Target) -> list[KernelSpec]:
 
 
 def sampled_specs(target: Target) -> list[KernelSpec]:
-    """All specs of a CUDA target of which CI compiles a few each day."""
+    """Known specs of a CUDA target, of which CI compiles a few each day."""
     found = [choose_for_card(row.problem, card).spec for card in cards_of(target) for row in _SAMPLED]
     return list(dict.fromkeys((*cuda_specs(target), *only_checked_specs(target), *block_specs(target), *found)))
+
+
+def drawn_specs(target: Target, day: int) -> list[KernelSpec]:
+    """Specs of plans that are drawn by the day, of all that users may make: about as many as the list has."""
+    lot, found = random.Random(f"{day} {target.name}"), {}
+    for card in cards_of(target):
+        for row in (plans.drawn(lot) for _ in range(_DRAWN)):
+            with contextlib.suppress(CapabilityError):  # the plan is refused, with reasons
+                found[choose_for_card(row.problem, card, row.variant).spec] = None
+    return list(found)
 
 
 def cpu_specs() -> list[KernelSpec]:

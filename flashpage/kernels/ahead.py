@@ -6,7 +6,7 @@ import dataclasses
 
 from ..base.dtypes import DType
 from ..variants.spec import VariantSpec
-from ..variants.variant import builtin
+from ..variants.variant import TracedVariant, builtin, compose
 from . import kv_formats, latent_formats
 from .context_classes import ContextClass
 from .options import Options, out_dtype_of
@@ -33,7 +33,10 @@ class Ahead:
     kv_source: str = ""  # latent or selected; empty: by the page size
     latent_format: str = latent_formats.PLAIN
     kv_format: str = kv_formats.PLAIN  # of K and V
+    v_format: str = ""  # of V, if it is another
     kv_heads: int = 8
+    user: VariantSpec = VariantSpec()  # a variant of the user's
+    has_known_lengths: bool = True  # Problem.has_known_lengths
     out_dtype: DType | None = None  # None: as out_dtype_of says
     is_default: bool = True  # used by most models: `--default-only` builds these
 
@@ -53,18 +56,20 @@ class Ahead:
                 out_dtype=self.out_dtype or out_dtype_of(self.q_dtype),
                 latent_format=self.latent_format,
                 k_format=self.kv_format,
-                v_format=self.kv_format,
+                v_format=self.v_format or self.kv_format,
                 has_mask=self.has_mask,
                 has_soft_cap=self.has_soft_cap,
                 position_encoding="ROPE_LLAMA" if self.rotates else "NONE",
             ),
             self.packed_rows,
-            contexts=self.contexts,
+            self.has_known_lengths,
+            self.contexts,
         )
 
     @property
     def variant(self) -> VariantSpec:
-        return builtin(soft_cap=50.0).spec if self.has_soft_cap else VariantSpec()  # the value is not compiled in
+        cap = 50.0 if self.has_soft_cap else 0.0  # the value is not compiled in
+        return compose(builtin(soft_cap=cap), TracedVariant(self.user)).spec
 
 
 def latent_rows(*packed_rows: int, page_size: int = 64, kv_source: str = "latent") -> tuple[Ahead, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from . import kv_formats
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, RAGGED, Ahead, more
 from .devices import H200, Device
 from .kernel import (
@@ -132,6 +131,8 @@ def _is_few(work: Work) -> bool:
     too large for the card, above all next to rotated keys, which have 16 bits."""
     is_few = work.packed_rows <= 16 or (work.packed_rows <= 32 and work.widest <= 128)
     is_large, is_fp8 = work.card.shared_bytes >= LARGE, work.options.kv_dtype.is_fp8
+    if work.rotates and is_fp8 and work.packed_rows > 16 and work.options.head_dim_qk < work.options.head_dim_vo:
+        return False  # accumulators of 32 rows next to rotated keys spill where values are the wider ones
     if _is_tight(work) and is_fp8:
         return is_few and work.widest <= (256 if is_large else 128)
     return is_few and (is_large or work.widest <= 256)
@@ -179,10 +180,12 @@ def _formats_tile(work: Work) -> Tile:
         limit = card.shared_bytes if is_alone else card.sm_shared_bytes // 2 - (1 << 10)
         ring_bytes = 8 * 16 * warps * sum((options.head_dim_qk, min(options.head_dim_vo, 256)))  # of 16-bit elements
         return Tile(rows, 16 * warps, 1, warps, 4, 1 if is_alone else 2, ring_bytes=ring_bytes, shared_limit=limit)
-    is_light = work.loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    # Other transforms than a soft cap alone spill 40 to 60 bytes.
+    is_light = work.loop is InnerLoop.PLAIN or (
+        work.loop is InnerLoop.TRANSFORM and "\n" not in work.variant.logit and not work.variant.tensors
+    )
     if widest <= 128 and work.packed_rows > 64 and is_light:
-        has_row_scales = any(side.scale_columns == kv_formats.WHOLE_ROW for side in options.formats)
-        tokens = 32 if not is_large or work.loop is not InnerLoop.PLAIN else 48 if has_row_scales else 64
+        tokens = 32 if not is_large or work.loop is not InnerLoop.PLAIN else 48  # 64 spill 8 to 36 bytes
         if is_large or options.token_bytes <= 160:  # K and V of 4 bits: two CTAs fit an SM with 100 KiB
             return Tile(128, tokens, 4, 1, 1, 2)
     if widest <= 256:

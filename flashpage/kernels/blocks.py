@@ -36,7 +36,8 @@ def rotate_write_spec(source: DType, stored: DType) -> KernelSpec:
 def _decode_tile(head_dim: int, kv_dtype: DType, group: int, card: Device) -> Tile:
     """The tile of decode, whose rows are a group's query heads."""
     tile_q = 32 if group > 16 and head_dim <= (64 if kv_dtype.is_fp8 else 128) else 16  # larger tiles spill
-    token_bytes = 2 * head_dim * kv_dtype.size
+    columns = head_dim if tile_q == 16 else -(-head_dim // 16) * 16  # rows are padded; next to 16 of Q there is room
+    token_bytes = 2 * columns * kv_dtype.size
     tile = few_rows_tile(token_bytes, tile_q, kv_dtype.is_fp8, head_dim, card)
     if card.shared_bytes < LARGE and tile.ctas_per_sm == 2:
         return tile

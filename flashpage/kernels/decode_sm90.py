@@ -62,6 +62,8 @@ def _tile(work: Work) -> Tile:
     has_more = options.kv_dtype.size == 1 or loop is not InnerLoop.PLAIN
     if work.packed_rows <= 16 and not _slots_fit(work):
         has_more = True  # four teams need fewer slots than eight
+    if work.packed_rows > 32 and options.head_dim_qk > 480:
+        has_more = True  # two warps exchange half as much next to the widest Q
     warps_v = 4 if options.head_dim_vo > 256 else 2 if options.head_dim_vo > 128 and has_more else 1
     if _is_small(work):
         warps_v = _small_warps_v(work)
@@ -116,6 +118,7 @@ def _fits_small_cards(work: Work) -> str | None:
         return None
     slots = max(8 // _small_warps_v(work), _LOADING_WARPS)
     slots_fit = work.widest <= 256 and slots * 16 * _token_bytes(work) <= 48 << 10
+    slots_fit = slots_fit and (work.packed_rows <= 16 or options.head_dim_qk <= 224)  # Q of more rows takes more
     if slots_fit and not work.rotates and options.kv_dtype.size > 1:
         return None
     stored = f"kv_format {options.k_format}" if options.has_formats else f"kv_data_type {options.kv_dtype.value}"
@@ -124,12 +127,16 @@ def _fits_small_cards(work: Work) -> str | None:
 
 
 def _has_slots(work: Work) -> str | None:
-    """Refuses work whose slots do not fit: each of eight teams of warps needs one, and for the widest rows eight slots
-    exceed the ring's 128 KiB."""
+    """Refuses work whose slots do not fit: each loading warp needs one, and each of eight teams of warps. For the
+    widest rows eight slots exceed the ring's 128 KiB."""
     options = work.options
-    if work.packed_rows > 16 or options.head_dim_vo > 128 or _slots_fit(work) or _is_small(work):
+    if _is_small(work):
         return None
     dims = f"head_dim_qk {options.head_dim_qk} with head_dim_vo {options.head_dim_vo}"
+    if not _slots_fit(work, _LOADING_WARPS):
+        return f"{dims} over kv_format {options.k_format}, {options.v_format} needs more shared memory than a CTA has"
+    if work.packed_rows > 16 or options.head_dim_vo > 128 or _slots_fit(work):
+        return None
     return f"{dims} needs more shared memory for at most 16 packed rows than a CTA has"
 
 
@@ -176,8 +183,8 @@ def _wide_rows(work: Work) -> str | None:
     return f"{work.packed_rows} packed rows with head_dim_vo {options.head_dim_vo} are faster with prefill_sm90"
 
 
-def _slots_fit(work: Work) -> bool:
-    return 8 * _slot_tokens(work) * _token_bytes(work) <= RING_BYTES
+def _slots_fit(work: Work, slots: int = 8) -> bool:
+    return slots * _slot_tokens(work) * _token_bytes(work) <= RING_BYTES
 
 
 def _slot_tokens(work: Work) -> int:

@@ -53,13 +53,16 @@ def _tile(work: Work) -> Tile:
     if work.rotates:
         return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
     # Three warpgroups keep the special-function unit busier.
-    is_capped = _approximates_tanh(work.variant, options.q_dtype) and {"light", "whole"} <= shape.facts
+    is_light = {"light", "whole"} <= shape.facts and "function" not in shape.facts
+    is_capped = _only_caps(work.variant) and options.q_dtype is not DType.FLOAT16 and is_light
     fits_capped = work.widest <= 128 and is_capped and loader == "boxes" and not options.has_mask
     fits_short = work.widest <= 96 and "light" in shape.facts and "heavy function" not in shape.facts
     is_usual = (fits_short or fits_capped) and _has_whole_groups(options)
     may_be_taller = not is_usual and _has_taller(options) and "light" in shape.facts
     if may_be_taller if work.problem.contexts is ContextClass.PARTIAL else is_usual:
-        return Tile(192, 96, 12, 1, 4) if work.widest <= 64 else Tile(192, 80, 12, 1, 3)
+        if work.widest <= 64:
+            return Tile(192, 96, 12, 1, 4)
+        return Tile(192, 64 if "bits by rows" in shape.facts else 80, 12, 1, 3)
     return _two_groups(tokens, 2)
 
 
@@ -67,6 +70,11 @@ def _approximates_tanh(variant: VariantSpec, product: DType) -> bool:
     """Whether a soft cap is computed with tanh.approx, 1.3 times faster (docs/tried.md). Scores are then off by 2^-11
     of themselves, which bf16 weights lose by their own rounding, too, but fp16 weights do not."""
     return bool(soft_cap(variant)) and product is not DType.FLOAT16
+
+
+def _only_caps(variant: VariantSpec) -> bool:
+    """Whether scores are computed on by a soft cap alone: another stage before it takes registers, too."""
+    return bool(soft_cap(variant)) and "\n" not in variant.logit
 
 
 def _two_groups(tokens: int, stages: int) -> Tile:
@@ -200,7 +208,8 @@ def _may_be_taller(options: Options) -> bool:
     """Whether the usual tile may have three warpgroups. A variant of the user's may have a soft cap, which is not known
     here."""
     widest, rotates = max(options.head_dim_qk, options.head_dim_vo), options.position_encoding == "ROPE_LLAMA"
-    is_capped = options.has_soft_cap and options.q_dtype is not DType.FLOAT16 and not options.has_mask
+    has_more = options.has_mask or options.position_encoding == "ALIBI" or options.variant is not None
+    is_capped = options.has_soft_cap and options.q_dtype is not DType.FLOAT16 and not has_more
     is_known = widest <= 96 or (widest <= 128 and is_capped and _loader(options) == "boxes")
     return is_known and not rotates and not options.kv_dtype.is_fp8 and _has_whole_groups(options)
 

@@ -15,7 +15,6 @@ from ..mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from ..prefill import BatchPrefillWithPagedKVCacheWrapper
 
 Run = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of q and the cache: output and LSEs
-PAGE_SIZE = 16
 WORKSPACE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 
@@ -33,6 +32,7 @@ class Layer:
     q_dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     tail: int = 0
+    page_size: int = 16  # tokens
 
     @property
     def sm_scale(self) -> float:
@@ -48,6 +48,7 @@ class Layer:
 LAYERS = (
     Layer("Llama 3 8B", 32, 8, 128),
     Layer("Llama 3.2 1B", 32, 8, 64),
+    Layer("Llama 3 8B, pages of one token", 32, 8, 128, page_size=1),  # as SGLang has them
     Layer("Llama 3 8B, fp8 cache", 32, 8, 128, kv_dtype=torch.float8_e4m3fn),
     Layer("Llama 3 8B, all fp8", 32, 8, 128, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn),
     Layer("Phi-3 mini, fp8 cache", 32, 32, 96, kv_dtype=torch.float8_e4m3fn),
@@ -79,14 +80,14 @@ class Case:
 
     def __init__(self, layer: Layer, batch: Batch, device: torch.device) -> None:
         self.layer, self.batch, self.device = layer, batch, device
-        pages = [-(-n // PAGE_SIZE) for n in batch.tokens]
+        pages = [-(-n // layer.page_size) for n in batch.tokens]
         self.q_indptr, self.indptr = _indptr(batch.rows), _indptr(pages)
         self.indices = torch.randperm(sum(pages), generator=_numbers()).int()
         self.sinks = torch.randn(layer.num_q_heads, generator=_numbers()) if layer.has_sinks else None
         columns = layer.head_dim + layer.tail
         heads = (1,) if layer.tail else (2, layer.num_kv_heads)  # latent rows are keys and values
         self._q_shape = (sum(batch.rows), layer.num_q_heads, columns)
-        self._cache_shape = (sum(pages), *heads[:1], PAGE_SIZE, *heads[1:], columns)
+        self._cache_shape = (sum(pages), *heads[:1], layer.page_size, *heads[1:], columns)
 
     @property
     def name(self) -> str:
@@ -105,7 +106,7 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes of the keys and values that a decode reads."""
         of_page = math.prod(self._cache_shape[1:]) * self.layer.kv_dtype.itemsize
-        return sum(self.batch.tokens) * of_page // PAGE_SIZE
+        return sum(self.batch.tokens) * of_page // self.layer.page_size
 
     @property
     def flops(self) -> float:
@@ -119,8 +120,8 @@ class Case:
         layer, indices = self.layer, self.indices.to(self.device)
         if layer.tail:
             return self._plan_latent(workspace, indices)
-        last = torch.tensor([(n - 1) % PAGE_SIZE + 1 for n in self.batch.tokens], dtype=torch.int32)
-        heads = (layer.num_q_heads, layer.num_kv_heads, layer.head_dim, PAGE_SIZE)
+        last = torch.tensor([(n - 1) % layer.page_size + 1 for n in self.batch.tokens], dtype=torch.int32)
+        heads = (layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.page_size)
         values: dict[str, Any] = {
             "q_data_type": layer.q_dtype,
             "kv_data_type": layer.kv_dtype,
@@ -147,7 +148,7 @@ class Case:
             num_heads=layer.num_q_heads,
             head_dim_ckv=layer.head_dim,
             head_dim_kpe=layer.tail,
-            page_size=PAGE_SIZE,
+            page_size=layer.page_size,
             causal=True,
             sm_scale=layer.sm_scale,
             q_data_type=torch.bfloat16,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import struct
@@ -13,74 +12,44 @@ from pathlib import Path
 import pytest
 from cubin import Elf
 
+from aot import plans
 from flashpage import kernels
-from flashpage.base.dtypes import DType
 from flashpage.base.errors import CapabilityError
 from flashpage.jit import Target
 from flashpage.jit.compilers import find_compiler
-from flashpage.kernels import blocks, decode_sm90, devices, latent_formats
-from flashpage.kernels.ahead import RAGGED
+from flashpage.kernels import blocks, decode_sm90, devices
+from flashpage.kernels.ahead import BF16, BYTES, E4M3, RAGGED, Ahead
 from flashpage.kernels.choose import choose_for_card
-from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.devices import Device
-from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
-from flashpage.kernels.work import Problem
 from flashpage.variants import render
-from flashpage.variants.spec import VariantSpec
 
-BF16, E4M3 = DType.BFLOAT16, DType.FLOAT8_E4M3
 ONE_OF_A_KIND = {(card.sm, card.shared_bytes): card for card in reversed(devices.CARDS)}.values()
 ONE_OF_A_KIND = sorted(ONE_OF_A_KIND, key=lambda card: card.shared_bytes)  # equal sources one after the other
-HEAD_DIMS = ((16, 16), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (464, 464), (512, 512))
-HEAD_DIMS += ((512, 64), (512, 128), (512, 256), (464, 72), (64, 256), (256, 64), (16, 512), (320, 192))
-# Head dims with rotated keys next to the ring: rows that do not divide into it, and keys much wider than values.
-HEAD_DIMS += ((40, 40), (48, 48), (72, 72), (24, 48), (56, 16), (96, 32), (112, 16), (72, 48), (200, 48), (216, 32))
-ROWS = (16, 32, 64, 128)
-DTYPES = ((BF16, BF16), (BF16, E4M3), (E4M3, E4M3))
-LOADS = VariantSpec(logit="score + bias(kv_idx)", tensors=(("bias", "float32", 1),))
-MASKS = VariantSpec(mask="kv_idx < 7 * h")
-# Options and variants that need shared memory or registers.
-KINDS = {
-    "plain": ({}, VariantSpec()),
-    "bits": ({"has_mask": True}, VariantSpec()),
-    "function": ({}, MASKS),
-    "rope": ({"position_encoding": "ROPE_LLAMA"}, VariantSpec()),
-    "cap": ({}, VariantSpec(logit="2.0f * tanh(score / 2.0f)")),
-    "loads": ({}, LOADS),
-    "rope and bits": ({"has_mask": True, "position_encoding": "ROPE_LLAMA"}, VariantSpec()),
-}
+
+# Plans with hardly room for the fewest slots.
+TIGHT = (
+    *(Ahead(BF16, BF16, (256, 128), rows, 16) for rows in (32, 64)),
+    *(Ahead(BF16, BF16, (512, 256), rows, RAGGED) for rows in (16, 32, 64)),
+    *(Ahead(BF16, BYTES, (512, 512), 16, kv_format="bfloat16", v_format=name) for name in ("int8_token", "nvfp4")),
+)
 
 
 def specs_of(card: Device, step: int, first: int = 0) -> list[KernelSpec]:
     """One spec for each combination of tile, types and sizes that plans choose on the card, of every `step`-th head
-    dims, types and kind from `first` on."""
+    dims, types and kind from `first` on, and of every `step`-th plan of K and V in formats and of latent rows."""
     found: dict[object, KernelSpec] = {}
-    classes = ContextClass if card.sm == 90 else (ContextClass.USUAL,)  # only prefill_sm90 tells them apart
-    sample = itertools.islice(itertools.product(HEAD_DIMS, DTYPES, KINDS.values()), first, None, step)
-    combinations = itertools.product(sample, ROWS, (RAGGED, 1, 16), classes)
-    for ((qk, vo), (query, stored), (changed, variant)), rows, page_size, contexts in combinations:
-        options = Options(
-            "ragged" if page_size == RAGGED else "paged", 8, 8, qk, vo, page_size, query, stored, BF16, **changed
-        )
+    has_contexts = card.sm == 90  # only prefill_sm90 tells them apart
+    for row in (*TIGHT, *plans.every(step, first, has_contexts)):
         try:
-            spec = choose_for_card(Problem(options, rows, contexts=contexts), card, variant).spec
+            spec = choose_for_card(row.problem, card, row.variant).spec
         except CapabilityError:
             continue  # plan refuses it, with reasons
-        key = (spec.kernel, spec.tile, spec.loader, query, stored, qk, vo, spec.mask_source, spec.position_encoding)
+        types = spec.q_dtype, spec.kv_dtype, spec.formats, spec.latent_format
+        sizes = spec.head_dim_qk, spec.head_dim_vo
+        key = (spec.kernel, spec.tile, spec.loader, *types, *sizes, spec.mask_source, spec.position_encoding)
         found.setdefault(key, spec)
-    pairs = (("nvfp4", "nvfp4"), ("int8_token", "int8_token"), ("int4_token", "float8_e4m3fn"), ("bfloat16", "nvfp4"))
-    for (k, v), dim, rows, page_size in itertools.product(pairs, (64, 128, 256), ROWS, (1, 16)):
-        options = Options("paged", 8, 8, dim, dim, page_size, BF16, DType.BYTES, BF16, k_format=k, v_format=v)
-        with contextlib.suppress(CapabilityError):
-            spec = choose_for_card(Problem(options, rows), card).spec
-            found[spec] = spec
-    for name, rows in itertools.product(("plain", "scaled", *latent_formats.PACKED), (16, 32, 64)):
-        stored, columns = BF16 if name == "plain" else E4M3, 512 if name == "deepseek_v4" else 576
-        options = Options("latent", 16, 1, columns, 512, 16, BF16, stored, BF16, latent_format=name)
-        spec = choose_for_card(Problem(options, rows), card).spec
-        found[spec] = spec
-    for dim, stored, group in itertools.product((32, 64, 80, 96, 112, 120, 128, 192, 256), (BF16, E4M3), (4, 40)):
+    for dim, stored, group in itertools.product(range(32, 257, 8), (BF16, E4M3), (4, 40)):
         spec = blocks.decode_spec(BF16, stored, dim, group, card)
         found[spec] = spec
     return list(found.values())
@@ -126,9 +95,8 @@ def sizes_of(source: str, sm: int) -> dict[int, int]:
 
 @pytest.mark.parametrize("card", ONE_OF_A_KIND, ids=lambda card: f"sm_{card.sm}-{card.name}")
 def test_tiles_fit(card: Device, request: pytest.FixtureRequest) -> None:
-    """One in 10 combinations: each head dim has one or two pairs of types and kinds. With --half 1 others: in both
-    together each head dim has each pair of types, and four or five of the seven kinds."""
-    specs = specs_of(card, 10, first=5 if request.config.getoption("half") else 0)
+    """One in 31 combinations: each head dim has two or three pairs of types and kinds; with --half 1 others."""
+    specs = specs_of(card, 31, first=15 if request.config.getoption("half") else 0)
     sizes = sizes_of(source_of(specs), 90 if card.sm == 90 else 80)  # one compile for all cards with these specs
     assert len(sizes) == len(specs) > 100
     too_large = {specs[number].name: size for number, size in sizes.items() if size > card.shared_bytes}

@@ -44,7 +44,8 @@ def test_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_a_model_has() -> None:
-    """fp8 products, rows that fill no lines, and pieces that are merged are checked."""
+    """fp8 products, rows that fill no lines, pages of one token, and pieces that are merged are checked."""
+    assert {layer.page_size for layer in cases.LAYERS} == {1, 16}
     assert {layer.q_dtype.itemsize for layer in cases.LAYERS} == {1, 2} and 96 in {
         layer.head_dim for layer in cases.LAYERS
     }

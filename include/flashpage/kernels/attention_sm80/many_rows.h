@@ -184,9 +184,11 @@ struct ManyRows {
   }
 
   // Computes a place whose first copies are issued; on return those of the next place are issued.
-  FP_DEVICE void run(const Place* places, i32 here) {
+  FP_DEVICE void run(const Place* places, i32& here) {
     const Place& place = places[here];
     const Unit& unit = place.unit;
+    if constexpr (has_formats<Traits>)
+      if (thread() == 0) shared.here = here;
     int warp_row = thread() / 32 * S::rows_a_warp;
     float values[S::row_tiles][S::value_tiles][4] = {};
     Softmax state;
@@ -210,6 +212,7 @@ struct ManyRows {
     }
     ptx::cp_async_wait<0>();
     __syncthreads();  // all warps have read the stages and Q
+    if constexpr (has_formats<Traits>) here = shared.here;
     const Place& after = places[next_place(ptx::opaque(here))];
     if (!after.done) begin(after);
     if (place.item.partial_row >= 0) {

@@ -12,6 +12,7 @@ template <class Traits>
 struct ScaleRows<Traits, true> {
   alignas(16) const u8* key_scales[Traits::stages][Traits::tile_kv];
   alignas(16) const u8* value_scales[Traits::stages][Traits::tile_kv];
+  i32 here;  // the number of the place that is computed: registers are few where rows are converted
 };
 
 template <class Traits>

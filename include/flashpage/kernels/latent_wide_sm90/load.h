@@ -1,6 +1,7 @@
 // The loading warps of latent_wide_sm90: one goes through the plan and loads Q; three load a part of the columns each.
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/shared.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/prefetch.h"
@@ -124,7 +125,11 @@ struct WideLoad {
   // Rows that do not exist become zero.
   FP_DEVICE void load_query_rows(const Place& place, u32 use) const {
     constexpr int chunks = Tile::used_bytes / 16;
-    constexpr int together = Shared::tail_panels > 0 ? 2 : 1;  // rows; two spill where each is two whole copies
+    // Rows without a tail are two whole copies. Two rows at a time, or places in them that stay in registers, would
+    // spill.
+    constexpr bool has_tail = Shared::tail_panels > 0;
+    constexpr int together = has_tail ? 2 : 1;
+    const int own = has_tail ? lane : static_cast<int>(ptx::opaque(lane));
     const i32 count = place.unit.num_rows - first_row();
     u64 mine[2];
 #pragma unroll
@@ -141,7 +146,7 @@ struct WideLoad {
         const u64 from = __shfl_sync(0xffffffff, mine[half], i);
 #pragma unroll
         for (int first = 0; first < chunks; first += 32) {
-          const int chunk = first + lane;
+          const int chunk = first + own;
           if (chunk < chunks)
             ptx::cp_async<16>(to + Tile::chunk_offset(row, chunk), reinterpret_cast<const void*>(from + chunk * 16),
                               row < count);

@@ -124,7 +124,8 @@ struct DecodeRows {
     i32 token = min_of(token_of(source, slot, group), max_of(source.kv_end - 1, 0));
     Rows rows(params, source.offset);
     // Opaque, because otherwise the head's offsets would stay in registers for all slots.
-    const i32 kv_head = static_cast<i32>(ptx::opaque_from<100>(source.kv_head));
+    constexpr int since = Traits::head_dim_qk > 192 && Traits::head_dim_qk != Traits::head_dim_vo ? 90 : 100;
+    const i32 kv_head = static_cast<i32>(ptx::opaque_from<since>(source.kv_head));
     u64 mine = reinterpret_cast<u64>(rows.template row<Cache>(view, found, token, kv_head));
     u32 to = ptx::shared_address(tile) + group * group_tokens * Target::stride;
     if (count >= group_tokens) {

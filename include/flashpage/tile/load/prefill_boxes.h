@@ -150,7 +150,9 @@ struct PrefillBoxes {
   }
 
   FP_DEVICE static void clear(u8* to, int begin, int end, int warp, int warps) {
-    for (int i = lane(); i < (end - begin) * 8; i += 32) {
+    // Opaque for warps that also transpose wide rows: an unrolled loop would take registers that they lack.
+    const int step = warps > 1 && Rows::panels > 1 ? static_cast<int>(ptx::opaque(32)) : 32;
+    for (int i = lane(); i < (end - begin) * 8; i += step) {
       if ((begin + i / 8) / 32 % warps != warp) continue;
 #pragma unroll
       for (int panel = 0; panel < Rows::panels; ++panel)

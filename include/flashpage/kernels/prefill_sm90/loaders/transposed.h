@@ -52,11 +52,16 @@ struct TransposedLoading : BoxLoading<Traits> {
         tiles.clear_hidden(source, visits.now(), from, warp % Warps::transposing, Warps::transposing);
       shared.value_ring.wait_empty(use);
       Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(use)]),
-                            warp % Warps::transposing, lane);
+                            warp % Warps::transposing, own_lane());
       this->hand_over(shared.value_ring.full_barrier(use));
       release_tile<Traits>(shared.staged_ring, use++, lane);
     });
   }
+
+ private:
+  // Opaque next to many columns, of which a lane holds more: values that derive from it are then computed where they
+  // are used.
+  FP_DEVICE int own_lane() const { return Traits::head_dim_vo > 192 ? static_cast<int>(ptx::opaque(lane)) : lane; }
 };
 
 }  // namespace flashpage
