@@ -225,7 +225,7 @@ def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
 
 
-@pytest.mark.parametrize(("kernel", "heads"), [(TRANSPOSED, 16), (BY_COLUMNS, 64), (WIDE, 128)])
+@pytest.mark.parametrize(("kernel", "heads"), [(BY_COLUMNS, 64), (WIDE, 128)])
 def test_large_weights_are_exact(kernel: AttentionKernel, heads: int) -> None:
     """A row's largest weight is 1 as a factor of its values, so that little but the output's rounding is left. With
     maxima that move by 2^8 alone the error is 2.2e-3."""

@@ -2,7 +2,7 @@
 #pragma once
 #include "flashpage/kernels/wide_units.h"
 #include "flashpage/ptx/convert.h"
-#include "flashpage/tile/softmax/headroom.h"
+#include "flashpage/ptx/math.h"
 #include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/softmax/transform.h"
 
@@ -33,6 +33,17 @@ FP_DEVICE void prepare_scores(float (&scores)[1][chunks][4], const WidePlace& pl
         if (token < range.begin || token >= range.end) scores[0][n][half * 2 + e] = ptx::negative_infinity();
       }
   }
+}
+
+constexpr float least_headroom = 0.25f, most_headroom = 8.f;  // in base 2
+
+// A probability above 1 costs fp32 sums no precision, but its 16-bit factor is off by up to 2^-8 of itself, where that
+// of 1 is exact. This shows in the output where few tokens have most of the sum. So a maximum moves if a score exceeds
+// it by 2^8, or would have an eighth or more of the row's sum. `sum`: of one lane, relative to the maximum, where
+// `lanes` lanes have the row's tokens. A sum of earlier tokens is smaller, which only moves maxima more often.
+template <int lanes>
+FP_DEVICE float headroom_of(float sum) {
+  return fminf(fmaxf(ptx::log2_approx(sum * (lanes / 8.f)), least_headroom), most_headroom);
 }
 
 // As SoftmaxState, but maxima also move for scores that have a large share of a row's sum (headroom_of). `lanes`: in

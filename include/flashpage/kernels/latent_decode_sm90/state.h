@@ -3,7 +3,6 @@
 // lane / 4 + 8. Sums stay per lane until the unit's end; all warps of a team have the same maxima.
 #pragma once
 #include "flashpage/ptx/named_barrier.h"
-#include "flashpage/tile/softmax/headroom.h"
 #include "flashpage/tile/softmax/state_weight.h"
 
 namespace flashpage {
@@ -24,10 +23,8 @@ template <int tiles>
 struct ColumnState {
   float maximum[tiles][2];  // of the lane's two rows of each tile
   float sum[tiles][2];
-  float headroom;  // by which the lane's scores may exceed their maxima
 
   FP_DEVICE void clear() {
-    headroom = 0.f;
 #pragma unroll
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
@@ -37,12 +34,13 @@ struct ColumnState {
       }
   }
 
-  // Raises the maxima if a score of the team exceeds one of them by more than headroom_of, and returns whether it did;
-  // values must then be multiplied by `factor`. `top`: memory of the team's warps, [warp][row]. `vote(outgrown)`
-  // returns whether any thread of the team has outgrown, and is a barrier of the team.
+  // Raises the maxima if a score of the team exceeds one of them by 2^8, which is rare after the first tiles, and
+  // returns whether it did; values must then be multiplied by `factor`. `top`: memory of the team's warps, [warp][row].
+  // `vote(outgrown)` returns whether any thread of the team has outgrown, and is a barrier of the team.
   template <int rows>
   FP_DEVICE bool raise(const float (&scores)[tiles][4], float (&top)[4][rows], int warp, int lane,
                        float (&factor)[tiles][2], auto&& vote) {
+    constexpr float headroom = 8.f;
     bool outgrown = false;
 #pragma unroll
     for (int n = 0; n < tiles; ++n)
@@ -58,7 +56,6 @@ struct ColumnState {
         if (lane < 4) top[warp][n * 8 + lane * 2 + e] = mine;
       }
     vote(false);
-    float least = most_headroom;
 #pragma unroll
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
@@ -70,9 +67,7 @@ struct ColumnState {
         factor[n][e] = state_weight(maximum[n][e], next);
         maximum[n][e] = next;
         sum[n][e] *= factor[n][e];
-        least = fminf(least, headroom_of<32>(sum[n][e]));  // 32 lanes of a team share a row
       }
-    headroom = least;
     return true;
   }
 
