@@ -76,6 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=(0, 1),
         help="run this half of the rare tests and of ALTERNATING, as CI does",
     )
+    parser.addoption("--part", help="run this part of the tests: 2/7 is the third of seven")
     parser.addoption("--engines", action="store_true", help="run real engines of vLLM and SGLang too")
 
 
@@ -139,6 +140,12 @@ def _leave_out_half(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = kept
 
 
+def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number, parts = map(int, config.getoption("part").split("/"))
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != number])
+    items[:] = items[number::parts]
+
+
 def _leave_out_most(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps the fast tests; if a test has parameters, its first row and every 24th."""
     kept, left_out, rows = [], [], defaultdict[str, int](int)
@@ -177,6 +184,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out_half(config, items)
     if config.getoption("fast"):
         _leave_out_most(config, items)
+    if config.getoption("part"):
+        _keep_part(config, items)
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
         _deal_out_slow_files(items, workers)
     card = pytest.mark.skip(reason="no NVIDIA card")

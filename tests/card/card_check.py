@@ -29,6 +29,7 @@ from profiles import PROFILES  # noqa: E402
 SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
 SANITIZED_PROFILES = ("RTX 4090", "A100", "B200")  # 99 KiB and e4m3 products; sm_80 alone; decode_sm90 on Blackwell
 SANITIZERS_AT_ONCE = 3  # on a card: each takes up to 18 GB of its memory
+PARTS_OF_TABLE = 7  # processes of the case table, which takes five minutes in one
 ALONE = ("test_card_errors",)  # measure milliseconds of a new process, next to no other one
 NO_TESTS = 5  # pytest's status for a file without a marked test
 
@@ -84,16 +85,20 @@ def checks(with_sanitizers: bool, with_profiles: bool = False) -> list[Check]:
     """All checks but those of `sanitizers(card)`, the longest first. The case table under other cards' profiles has a
     process for each."""
     tools = [*sanitizers(), by_nvrtc()] if with_sanitizers else []
-    files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: (path.stem != "test_cases", path.stem))
-    files = [path for path in files if path.stem != "test_card_profiles"]
+    own = {"test_card_profiles", "test_cases"}
+    files = sorted((path for path in (ROOT / "tests").rglob("test_*.py") if path.stem not in own), key=lambda p: p.stem)
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda")
+    table = [
+        Check(f"case table {i}", (*pytest, f"--part={i}/{PARTS_OF_TABLE}", "tests/kernels/test_cases.py"))
+        for i in range(PARTS_OF_TABLE)
+    ]
     profiles = [
         Check(f"profile {name}", (*pytest, f"tests/card/test_card_profiles.py::test_the_case_table[{name}]"))
         for name in PROFILES
         if with_profiles
     ]
     found = [Check(path.stem, (*pytest, str(path.relative_to(ROOT)))) for path in files]
-    return tools + profiles + found
+    return tools + profiles + table + found
 
 
 def run(check: Check, cards: Sequence[str], logs: Path, limit_seconds: float) -> Outcome:

@@ -14,13 +14,23 @@ from profiles import PROFILES
 
 
 def test_every_file_is_run() -> None:
-    files = {path.stem for path in Path(card_check.__file__).parents[1].rglob("test_*.py")} - {"test_card_profiles"}
-    names = [check.name for check in card_check.checks(with_sanitizers=True)]
-    assert names[:5] == ["memcheck", "racecheck", "synccheck", "kernels of NVRTC", "test_cases"]
-    assert set(names[4:]) == files and len(names) == len(files) + 4
-    assert len(card_check.checks(with_sanitizers=False)) == len(files)
-    profiles = [check.name for check in card_check.checks(False, True) if check.name not in files]
-    assert profiles == [f"profile {name}" for name in PROFILES]
+    files = {path.stem for path in Path(card_check.__file__).parents[1].rglob("test_*.py")}
+    files -= {"test_card_profiles", "test_cases"}
+    table = [f"case table {i}" for i in range(card_check.PARTS_OF_TABLE)]
+    tools = ["memcheck", "racecheck", "synccheck", "kernels of NVRTC"]
+    assert [check.name for check in card_check.checks(True)] == [*tools, *table, *sorted(files)]
+    assert [check.name for check in card_check.checks(False)] == [*table, *sorted(files)]
+    profiles = [f"profile {name}" for name in PROFILES]
+    assert [check.name for check in card_check.checks(False, True)] == [*profiles, *table, *sorted(files)]
+
+
+def test_parts_are_all_tests() -> None:
+    def listed(*options: str) -> list[str]:
+        result = programs.run(["-m", "pytest", "-q", "--co", "tests/planner/test_contexts.py", *options])
+        return [line for line in result.stdout.splitlines() if "::" in line]
+
+    parts = [listed(f"--part={i}/3") for i in range(3)]
+    assert all(parts) and sorted(test for part in parts for test in part) == sorted(listed())
 
 
 def test_tools_run_under_profiles() -> None:
