@@ -18,7 +18,7 @@ TITLES = {  # sections in the order of the page
     "more-prefill": "Prefill and append, other shapes",
     "small-prefill": "Small prompts",
     "options": "Options that models need",
-    "option-costs": "What options cost",
+    "option-costs": "Costs of options",
     "fp8-kv": "Decode over fp8 keys and values with bf16 queries",
     "fp8-prefill": "Prefill with e4m3 queries, keys and values",
     "sweep": "Drawn cases",

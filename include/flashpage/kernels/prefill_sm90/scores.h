@@ -45,8 +45,9 @@ struct ScoreRules {
   const VariantArgs& args;
   const TiledPlace& tiled;
   WarpRows rows;
-  // Both rows of a lane, eight apart, have one head if eight rows are whole groups. The scale includes that of the head
-  // then, which costs nothing; otherwise scores are transformed, which takes 10 to 14% longer (docs/tried.md).
+  // Whether scores are multiplied by the scale of their query head one by one, which takes 10 to 14% longer
+  // (docs/tried.md). If eight rows are whole groups, both rows of a lane, which are eight apart, have one head, and
+  // `scale` includes its scale.
   bool by_head;
   float scale;
   float softmax_scale;
