@@ -1,7 +1,8 @@
 """Builds the AOT list into flashpage/aot_kernels, which `pip wheel --config-settings=--build-option=--aot=all` ships.
 
 `--check` compiles into a temporary folder. It fails where a kernel does not compile, where registers spill, or where
-ptxas serialises the wgmmas of a kernel.
+ptxas serialises the wgmmas of a kernel. A sample also has kernels of drawn plans, of which no list could name all:
+there it tells what spills, and does not fail.
 """
 
 from __future__ import annotations
@@ -70,6 +71,12 @@ def announced_sample(targets: Iterable[str], day: int | None) -> list[Kernel]:
     day = int(time.time() / 86400) if day is None else day
     print(f"the sample of day {day}; --day {day} repeats it")
     return sample(targets, day)
+
+
+def is_known(kernel: Kernel) -> bool:
+    """Whether plans of the lists need the kernel: no one has looked at those of other plans yet."""
+    spec, target = kernel
+    return spec in specs.sampled_specs(target)
 
 
 def _lot(kernel: Kernel, day: int) -> bytes:
@@ -186,13 +193,16 @@ def main(arguments: list[str] | None = None) -> int:
     results = check(kernels, given.jobs) if given.check else build_into(given.output, kernels, given.jobs)
     report(results)
     failed = [result for result in results if result.error]
-    spilled = [result for result in results if given.check and result.spill_bytes]
+    spills = [result for result in results if given.check and result.spill_bytes]
+    spilled = [result for result in spills if not given.sample or is_known((result.spec, result.target))]
     serial = [result for result in results if given.check and result.serial_products]
     for result in serial:
         print(f"{result.spec.name}: ptxas serialises its wgmmas", file=sys.stderr)
     for result in failed:
         print(f"\n{result.error}", file=sys.stderr)
-    print(f"{len(results)} kernels, {len(failed)} failed, {len(spilled)} spill registers")
+    others = len(spills) - len(spilled)
+    drawn = f"; {others} of drawn plans spill: give them smaller tiles" if others else ""
+    print(f"{len(results)} kernels, {len(failed)} failed, {len(spilled)} spill registers{drawn}")
     return 1 if failed or spilled or serial else 0
 
 

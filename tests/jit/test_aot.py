@@ -10,6 +10,7 @@ import os
 import re
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -143,6 +144,26 @@ def test_a_failed_sample_can_be_repeated(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit):
         aot_build.main(["--check", "--day", day])
     assert "--day is for --sample" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("is_known", "status"), [(True, 1), (False, 0)])
+def test_spills_of_drawn_plans_are_told(
+    is_known: bool, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = mock.Mock(
+        target=jit.Target.parse("sm_80"),
+        spill_bytes=8,
+        registers=168,
+        seconds=1.0,
+        serial_products=0,
+        error=None,
+        entry=None,
+    )
+    monkeypatch.setattr(aot_build, "check", lambda kernels, jobs: [result])
+    monkeypatch.setattr(aot_build, "is_known", lambda _: is_known)
+    assert aot_build.main(["--check", "--sample", "--every-target", "--day", "1"]) == status
+    told = "1 of drawn plans spill" in capsys.readouterr().out
+    assert told is not is_known
 
 
 def test_a_target_fits_where_a_kernel_is_chosen() -> None:
