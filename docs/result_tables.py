@@ -126,7 +126,7 @@ ENOUGH = 1.02  # ratio that a drawn case should reach
 
 
 def sweep_table(lines: list[Line]) -> str:
-    """A summary by the best peer, and the cases behind."""
+    """A summary by the best peer, and the cases that are slower than it."""
     compared = [line for line in lines if line["ratio"]]
     groups = {name(peer): [x for x in compared if x["best_peer"] == peer] for peer in best_peers(compared)}
     summary = []
@@ -214,7 +214,7 @@ _ENERGY = {"us": ",.0f", "joules": ".3f", "watts": ".0f", "sm_mhz": ".0f"}
 
 
 def counters_table(lines: list[Line]) -> str:
-    """What ncu counted: a row for each kernel of a call."""
+    """Counters of each kernel of a call, by ncu."""
     kernels = [(line, kernel) for line in lines for kernel in line["kernels"]]
     names = list(dict.fromkeys(key for _, kernel in kernels for key in kernel["counts"]))
     rows = []

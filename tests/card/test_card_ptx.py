@@ -74,7 +74,7 @@ class Package:
         self.device, self.folder, self.cache = device, folder / "kernels", folder / "cache"
 
     def run(self, code: str, *, compiles: bool = False, cache: Path | None = None) -> str:
-        """What the program prints."""
+        """Runs a program, and returns its output."""
         left_out = ("FLASHPAGE_CARD", "FLASHPAGE_JIT", "FLASHPAGE_CACHE_DIR")
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
         environment |= {} if compiles else {"FLASHPAGE_JIT": "off"}
@@ -87,7 +87,7 @@ class Package:
         return done.stdout
 
     def answer(self, code: str, **options: Any) -> Any:
-        """What the program prints last, from JSON."""
+        """Runs a program, and returns the JSON of its last line."""
         return json.loads(self.run(code, **options).splitlines()[-1])
 
 
@@ -111,7 +111,7 @@ def package(device: str, target: str, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_plans_run_with_the_packages_kernels(package: Package, target: str) -> None:
-    """Both batches are as the reference, and no kernel comes from elsewhere."""
+    """The results are the reference's, and no kernel comes from elsewhere."""
     used = package.answer(BATCHES + RUN)
     assert {name for _, name in used} == {target}
     if target == PTX:
