@@ -40,7 +40,7 @@ ALIBI = VariantSpec("score + slopes(h) * to_float(kv_idx - q_idx)", tensors=(("s
 _LOADS = VariantSpec("score + bias(kv_idx)", tensors=(("bias", "float32", 1),))
 _OF_HEAD = VariantSpec(mask="kv_idx < 7 * h")
 _DOCUMENTS = VariantSpec(mask="document(b, kv_idx) == document(b, q_idx)", tensors=(("document", "int32", 2),))
-# What needs shared memory or registers.
+# Options that need shared memory or registers.
 KINDS: Axis = (
     {},
     {"has_mask": True},

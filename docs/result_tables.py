@@ -30,6 +30,7 @@ TITLES = {  # sections in the order of the page
     "sparse": "Latent rows of 656 bytes, by lists of tokens and by pages",
     "sparse-calls": "Sparse prefill, and decode from two caches in rows of 584 bytes",
     "energy": "Energy of long prompts",
+    "counters": "Hardware counters of a call",
     "engine": "flashpage's engine, tokens per second by attention",
     "host": "Host time of plan and run",
     "sglang": "SGLang, tokens per second by attention backend",
@@ -125,7 +126,7 @@ ENOUGH = 1.02  # ratio that a drawn case should reach
 
 
 def sweep_table(lines: list[Line]) -> str:
-    """A summary by the best peer, and the cases behind."""
+    """A summary by the best peer, and the cases that are slower than it."""
     compared = [line for line in lines if line["ratio"]]
     groups = {name(peer): [x for x in compared if x["best_peer"] == peer] for peer in best_peers(compared)}
     summary = []
@@ -210,6 +211,26 @@ def energy_table(lines: list[Line]) -> str:
 
 
 _ENERGY = {"us": ",.0f", "joules": ".3f", "watts": ".0f", "sm_mhz": ".0f"}
+
+
+def counters_table(lines: list[Line]) -> str:
+    """Counters of each kernel of a call, by ncu."""
+    kernels = [(line, kernel) for line in lines for kernel in line["kernels"]]
+    names = list(dict.fromkeys(key for _, kernel in kernels for key in kernel["counts"]))
+    rows = []
+    for line, kernel in kernels:
+        counts = kernel["counts"]
+        stalls = ", ".join(f"{reason} {warps}" for reason, warps in kernel["stalls"].items())
+        cells = [f"{counts[key]:,}" if key in counts else "" for key in names]
+        rows.append(
+            [line["case"].removesuffix(f", {line['library']}"), name(line["library"]), kernel["kernel"], *cells, stalls]
+        )
+    words = [
+        "One call under ncu, which empties the caches before each of its passes.",
+        "The last column has the reasons for which most warps of a scheduler wait whenever it issues an instruction.",
+    ]
+    header = ["case", "library", "kernel", *names, "warps that wait"]
+    return f"{' '.join(words)}\n\n{table(header, rows)}"
 
 
 def costs_table(lines: list[Line]) -> str:
@@ -347,6 +368,7 @@ TABLES = {  # of other sections: card_table
     "sparse": sparse_table,
     "sparse-calls": sparse_calls_table,
     "energy": energy_table,
+    "counters": counters_table,
     "engine": own_engine_table,
     "option-costs": costs_table,
     "host": host_table,

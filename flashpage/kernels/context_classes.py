@@ -16,7 +16,7 @@ class ContextClass(enum.Enum):
     FEW = "not many, and either they or the rows are so few that two CTAs on an SM pay"
     SHORT = "so few that shorter tiles pay"
     LONG = "so many that tiles at the edge of a mask hardly count, and pairs of CTAs pay"
-    PARTIAL = "not few, for requests whose rows fill row tiles of another height much better"
+    OTHER_HEIGHT = "not few, and row tiles of another height are less work: rows fill them better, or a window is short"
     EQUAL = "any number, for equally many rows of each request: row tiles of a request are computed side by side"
     TINY = "so few, for so few rows, that a launch mostly starts, ends and merges"
 

@@ -52,14 +52,15 @@ def _tile(work: Work) -> Tile:
     tokens = tokens_of(STORED, work, shape)
     if work.rotates:
         return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
-    # Three warpgroups keep the special-function unit busier.
+    # Tall tiles: three warpgroups, 192 rows, keep the special-function unit busier.
     is_light = {"light", "whole"} <= shape.facts and "function" not in shape.facts
     is_capped = _only_caps(work.variant) and options.q_dtype is not DType.FLOAT16 and is_light
     fits_capped = work.widest <= 128 and is_capped and loader == "boxes" and not options.has_mask
-    fits_short = work.widest <= 96 and "light" in shape.facts and "heavy function" not in shape.facts
-    is_usual = (fits_short or fits_capped) and _has_whole_groups(options)
-    may_be_taller = not is_usual and _has_taller(options) and "light" in shape.facts
-    if may_be_taller if work.problem.contexts is ContextClass.PARTIAL else is_usual:
+    fits_narrow = work.widest <= 96 and "light" in shape.facts and "heavy function" not in shape.facts
+    usual_is_tall = (fits_narrow or fits_capped) and _has_whole_groups(options)
+    other_is_tall = not usual_is_tall and _other_may_be_tall(options) and "light" in shape.facts
+    is_other = work.problem.contexts is ContextClass.OTHER_HEIGHT
+    if other_is_tall if is_other else usual_is_tall:
         if work.widest <= 64:
             return Tile(192, 96, 12, 1, 4)
         return Tile(192, 64 if "bits by rows" in shape.facts else 80, 12, 1, 3)
@@ -155,12 +156,13 @@ _WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an
 # Tokens that a row sees from which units of wide heads are full, if whole rows of a group would leave out so many
 # packed rows of a tile (docs/tried.md).
 _CONTEXT_OF_FULL_UNITS, _ROWS_LEFT_OUT = 8192, 5
-# Tiles of two warpgroups replace those of three, and the other way round, where a row sees so many tokens and they
-# compute at most so many times as much as usual tiles, or as pairs (docs/tried.md). They hold all rows of a request, or
-# all but one tile, and K and V come from memory once less.
+# When tiles of another height replace the usual ones: the least tokens that a row sees, and the most that they compute
+# next to usual tiles (docs/tried.md). Tiles of 128 rows replace tall ones of 192 that are hardly full. Tall ones
+# replace usual tiles, or pairs of them (256 rows), if a request has a tile less then: K and V are read once less, too.
 _SHORTER = ((512, Padding(128, 192, 0.92)),)
 _TALLER = ((512, Padding(192, 128, 0.8)), (8192, Padding(192, 256, 0.8)))
-# Under short windows, units of taller tiles are fewer; they pay where rows of a unit span few tokens.
+# The group size from which tall tiles pay under short windows, however full they are: they make fewer units, and a unit
+# starts and ends in the time of some 280 tokens. The smaller the group is, the more tokens the rows of a unit span.
 _GROUP_OF_WINDOWS = 4
 
 
@@ -170,48 +172,46 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
     is_fp8, group = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8, options.group_size
     least_tokens = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
     has_short_window = 0 <= options.window_left < least_tokens - 1
-    is_prefill = math.nextafter(64 / group, math.inf)  # rows of a request; fewer are decode
+    prefill_rows = math.nextafter(64 / group, math.inf)  # of a request, at least; fewer are decode
     # Only these sizes have tiles of this class; others would prepare the same kernel twice.
     has_short = options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
-    # So few rows that an SM can have two CTAs.
-    few_of_sm = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)
+    rows_of_two_units = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)  # rows of q, for two units on each SM
     rows = []
     if _has_tiles_of_few(options):
         few = _FEWEST_ROWS_OF_SM * card.sms // options.num_q_heads
-        rows.append(context_row(ContextClass.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST))
-        rows.append(context_row(ContextClass.FEW, ANY_ROWS, is_prefill, most_tokens=_CONTEXT_OF_HALVES))
-    usual_tile = 192 if _may_be_taller(options) else 128
-    if has_short_window and group >= _GROUP_OF_WINDOWS and _has_taller(options):
-        wide = 2.0 * (options.window_left + 1)  # most rows see the whole window
-        rows.append(context_row(ContextClass.PARTIAL, ANY_ROWS, is_prefill, least_tokens=wide))
+        rows.append(context_row(ContextClass.FEW, few, prefill_rows, most_tokens=_CONTEXT_OF_FEWEST))
+        rows.append(context_row(ContextClass.FEW, ANY_ROWS, prefill_rows, most_tokens=_CONTEXT_OF_HALVES))
+    usual_tile = 192 if _usual_may_be_tall(options) else 128
+    if has_short_window and group >= _GROUP_OF_WINDOWS and _other_may_be_tall(options):
+        two_windows = 2.0 * (options.window_left + 1)  # from there on most rows see the whole window
+        rows.append(context_row(ContextClass.OTHER_HEIGHT, ANY_ROWS, prefill_rows, least_tokens=two_windows))
     if options.window_left < 0:
-        others = _SHORTER if usual_tile > 128 else _TALLER if _has_taller(options) else ()
+        others = _SHORTER if usual_tile > 128 else _TALLER if _other_may_be_tall(options) else ()
         rows += [
-            context_row(ContextClass.PARTIAL, ANY_ROWS, is_prefill, least_tokens=least, padding=other)
+            context_row(ContextClass.OTHER_HEIGHT, ANY_ROWS, prefill_rows, least_tokens=least, padding=other)
             for least, other in others
         ]
     if max(options.head_dim_qk, options.head_dim_vo) > _WIDEST_OF_PAIRS:
         if 128 - whole_rows(128, group) >= _ROWS_LEFT_OUT and options.window_left < 0:
-            rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=_CONTEXT_OF_FULL_UNITS))
+            rows.append(context_row(ContextClass.LONG, ANY_ROWS, prefill_rows, least_tokens=_CONTEXT_OF_FULL_UNITS))
     elif not has_short_window and _has_pairs(options.kv_source, usual_tile, options.head_dim_vo):
         many_tokens = max(least_tokens, _MANY_TOKENS)
         for least, most in ((least_tokens, _MOST_OF_PAIRS), (many_tokens, _MOST_OF_MANY_TOKENS)):
             pairs = Padding(2 * usual_tile, usual_tile, most)
-            rows.append(context_row(ContextClass.LONG, ANY_ROWS, is_prefill, least_tokens=least, padding=pairs))
+            rows.append(context_row(ContextClass.LONG, ANY_ROWS, prefill_rows, least_tokens=least, padding=pairs))
     if has_short:
-        rows.append(context_row(ContextClass.SHORT, few_of_sm, is_prefill, most_tokens=_SHORT_CONTEXT_OF_FEW))
-        rows.append(context_row(ContextClass.SHORT, ANY_ROWS, is_prefill, most_tokens=_SHORT_CONTEXT))
+        rows.append(context_row(ContextClass.SHORT, rows_of_two_units, prefill_rows, most_tokens=_SHORT_CONTEXT_OF_FEW))
+        rows.append(context_row(ContextClass.SHORT, ANY_ROWS, prefill_rows, most_tokens=_SHORT_CONTEXT))
     return rows
 
 
 def _has_whole_groups(options: Options) -> bool:
-    """Whether tiles of three warpgroups hold whole groups of heads if those of two do, so that boxes bring Q."""
+    """Whether tall tiles hold whole groups of heads if those of two warpgroups do, so that boxes bring Q."""
     return 192 % options.group_size == 0 or 128 % options.group_size != 0
 
 
-def _may_be_taller(options: Options) -> bool:
-    """Whether the usual tile may have three warpgroups. A variant of the user's may have a soft cap, which is not known
-    here."""
+def _usual_may_be_tall(options: Options) -> bool:
+    """Whether the usual tile may be tall. A variant of the user's may have a soft cap, which is not known here."""
     widest, rotates = max(options.head_dim_qk, options.head_dim_vo), options.position_encoding == "ROPE_LLAMA"
     has_more = options.has_mask or options.position_encoding == "ALIBI" or options.variant is not None
     is_capped = options.has_soft_cap and options.q_dtype is not DType.FLOAT16 and not has_more
@@ -219,9 +219,9 @@ def _may_be_taller(options: Options) -> bool:
     return is_known and not rotates and not options.kv_dtype.is_fp8 and _has_whole_groups(options)
 
 
-def _has_taller(options: Options) -> bool:
-    """Whether tiles of three warpgroups may replace the usual ones of two. They take 1.1 times as long for a row; with
-    the loader of single rows they would spill."""
+def _other_may_be_tall(options: Options) -> bool:
+    """Whether tall tiles may replace usual ones of two warpgroups. They take 1.1 times as long for a row; with the
+    loader of single rows they would spill."""
     widest = max(options.head_dim_qk, options.head_dim_vo)
     is_plain = not (options.has_mask or options.needs_variant or options.position_encoding == "ROPE_LLAMA")
     fits = 96 < widest <= 128 and _loader(options) == "boxes" and not options.kv_dtype.is_fp8
@@ -320,7 +320,7 @@ _AHEAD = (
         Ahead(BF16, BF16, (128, 128), 128, has_mask=True),
         Ahead(BF16, BF16, (128, 128), 128, rotates=True),
         *(Ahead(BF16, BF16, (d, d), 128) for d in (80, 96)),
-        Ahead(BF16, BF16, (128, 128), 128, contexts=ContextClass.PARTIAL),
+        Ahead(BF16, BF16, (128, 128), 128, contexts=ContextClass.OTHER_HEIGHT),
         *(
             Ahead(E4M3, E4M3, (128, 128), 128, size, contexts=contexts)
             for size, contexts in itertools.product(_BOTH, (ContextClass.USUAL, ContextClass.LONG))

@@ -36,7 +36,7 @@ def use_run_names(error: FlashpageError, query: Any, kv_cache: Any) -> None:
 
 
 def one_form(name: str, whole: Any, part_names: tuple[str, str], *parts: Any) -> Any:
-    """What a run reads, one tensor or a pair as a tuple: `whole` (`query` or `kv_cache`), or the two parts."""
+    """The argument of a run as one tensor or as a pair: `whole` (`query` or `kv_cache`), or the two parts."""
     if whole is None:
         return parts
     if not parts[0] is parts[1] is None:

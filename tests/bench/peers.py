@@ -170,11 +170,9 @@ def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
     if not case.page_size:
         k_starts = batch.kv_indptr.to(device)
         lengths = (q_starts, k_starts, longest_q, max(batch.kv_lens))
-        return (
-            None
-            if is_scheduled
-            else lambda: fa3.flash_attn_varlen_func(batch.q, batch.k, batch.v, *lengths, **masks, **scores)
-        )
+        if is_scheduled:
+            return None
+        return lambda: fa3.flash_attn_varlen_func(batch.q, batch.k, batch.v, *lengths, **masks, **scores)
     if case.kv_dtype != case.q_dtype:
         return None
     kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32, device=device)

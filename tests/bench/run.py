@@ -44,6 +44,7 @@ BENCHMARKS = {
     "fp8-kv": Benchmark(("gpu.py", "fp8-kv"), "decode over fp8 caches with bf16 queries", needs_gpu=True),
     "formats": Benchmark(("formats.py",), "caches of 4 and 8 bits, next to bf16 and fp8", needs_gpu=True),
     "energy": Benchmark(("energy.py",), "time and joules of long prompts, against FA3", needs_gpu=True),
+    "counters": Benchmark(("counters.py",), "what ncu counts in one call of a library, by kernel", needs_gpu=True),
     "sweep": Benchmark(("sweep.py", "--seconds", "60"), "drawn cases against the best peer, a part", needs_gpu=True),
     "mixed": Benchmark(("mixed.py",), "prompts and decodes in one call, against two peers", needs_gpu=True),
     "cascade": Benchmark(("cascade.py",), "requests that share tokens, against flat decode", needs_gpu=True),

@@ -4,6 +4,11 @@ A seed always draws the same cases. A run times cases that the file of `--json` 
 over, so a sweep can be run in parts; kernels of the next cases compile meanwhile. It ends with a report of all lines of
 the file: the cases in which the best peer takes less than 1.02 of flashpage's time. `--small --device cpu` runs tiny
 shapes with the host's clock: it only shows that the program works.
+
+A new option is a word of OPTIONS, its field of `Case` (workloads.py), which `draw` sets, and its words in `name_of`,
+which docs/sweep_causes.py reads. In peers.py `planned`, `reference` and the call of each peer must honour it, or return
+None: a peer that ignores it would count as the best one, and only its recorded error would tell. Each change of what is
+drawn gives every seed other cases, so it begins a new file of `--json`.
 """
 
 from __future__ import annotations
@@ -32,10 +37,8 @@ from record import Recorder
 from workloads import Case
 
 SECTION = "sweep"
-ENOUGH, EQUAL = (
-    1.02,
-    1.0,
-)  # the best peer's time over flashpage's: what a case should reach, and what hardly any may miss
+# The best peer's time over flashpage's: what a case should reach, and what hardly any may miss.
+ENOUGH, EQUAL = 1.02, 1.0
 MOST_KV_BYTES, MOST_FLOPS = 8e9, 6e12  # of a case: some 8 ms
 LEAST_TOKENS, MOST_TOKENS = 64, 131072
 AHEAD = 24  # cases whose kernels compile while others run

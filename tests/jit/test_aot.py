@@ -94,7 +94,7 @@ def test_list_is_lean() -> None:
 
 
 def test_the_check_leaves_out_twins_alone() -> None:
-    """Of a kernel over fp16 or ragged KV that is not compiled, the one over bf16 and pages is."""
+    """The check leaves out kernels over fp16 and over ragged KV, and compiles their twins over bf16 and pages."""
     targets = aot_build.CHECK_TARGETS
     every, checked = {*aot_build.listed(targets), *aot_build.only_checked(targets)}, set(aot_build.checked(targets))
     assert checked < every

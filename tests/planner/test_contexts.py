@@ -181,8 +181,8 @@ def test_rows_that_fill_other_tiles_better_have_them(changed: dict[str, Any], ro
 
 def test_long_contexts_have_taller_tiles_where_these_are_one_less() -> None:
     lengths = ContextLengths(dataclasses.replace(DECODE, uniform_q_len=0, causal=True), devices.H200)
-    assert lengths.of([90] * 4, [32768] * 4) is ContextClass.PARTIAL
-    assert lengths.of([120] * 4, [32768] * 4) is not ContextClass.PARTIAL  # four tiles are two pairs
+    assert lengths.of([90] * 4, [32768] * 4) is ContextClass.OTHER_HEIGHT
+    assert lengths.of([120] * 4, [32768] * 4) is not ContextClass.OTHER_HEIGHT  # four tiles are two pairs
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_short_windows_have_taller_tiles(changed: dict[str, Any], window: int, t
     base = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=32, num_kv_heads=8)
     options = dataclasses.replace(base, window_left=window - 1, **changed)
     found = ContextLengths(options, devices.H200).of([tokens] * 4, [tokens] * 4)
-    assert (found is ContextClass.PARTIAL) == is_taller
+    assert (found is ContextClass.OTHER_HEIGHT) == is_taller
 
 
 def test_prompts_count_by_their_rows_as_well_as_by_their_number() -> None:

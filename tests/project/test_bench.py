@@ -33,6 +33,7 @@ PROGRAMS = [  # program and arguments, and a line that it prints
     (("gpu.py", "more-mla", "--only", "24 heads", *SMALL), "| 24 heads, batch 64, context 4k | flashpage |"),
     (("gpu.py", "expanded", "--only", "16 heads, 4 x", *SMALL), "| 192/128, 16 heads, 4 x 4k | flashpage |"),
     (("gpu.py", "prefill", "--only", "append 8", *SMALL), "| append 8 rows on 8k, 32 requests | flashpage |"),
+    (("counters.py", "--case", "d 64, batch 64, context 4k", "--small", "--device", "cpu"), "| time us |"),
     (("sweep.py", "--only", "1.036", "--json", os.devnull, *SMALL), "1.036 decode"),
     (("cascade.py", "--only", "64 requests, 8k", *SMALL), "| 64 requests, 8k shared, 1k own | flashpage |"),
     (("sglang_turns.py", "--small", "--device", "cpu"), "skipped: SGLang is not installed"),
@@ -142,6 +143,57 @@ def test_a_sweep_draws_the_same_cases_and_lists_those_behind(
     *_, first, second, end = capsys.readouterr().out.splitlines()
     assert (first[:10], second[:11]) == ("| a | 0.90", "| b | 1.019")
     assert end.startswith("4 cases, 3 with a peer: 1 (33.3%) below 1, 2 below 1.02, geometric mean 0.978")
+
+
+def test_counters_of_ncu(bench_path: None) -> None:
+    """Two kernels between other lines: some metrics have no number, and one belongs to no counter."""
+    import counters
+
+    rows = [  # metric, unit, value of each kernel
+        ("gpu__time_duration.sum", "ns", "39,456", "4000.5"),
+        ("lts__t_sectors_op_read.sum", "sector", "2,000,000", "1000"),
+        ("dram__bytes_read.sum", "byte", "80000000", "32"),
+        ("dram__bytes_write.sum", "byte", "1e+06", ""),
+        ("dram__throughput.avg.pct_of_peak_sustained_elapsed", "%", "n/a", "1.5"),
+        ("sm__cycles_active.avg", "cycle", "168", "32"),
+        (counters.STALL.format("wait"), "inst", "1.234567", "0.001"),
+        (counters.STALL.format("gmma"), "inst", "2.5", "nan"),
+    ]
+    names = ("Kernel Name", "", "flashpage_decode_sm90(const AttentionParams)", "void <unnamed>::merge<(int)4>(int)")
+    table = [",".join(f'"{cell}"' for cell in column) for column in zip(names, *rows, strict=True)]
+    text = "\n".join(["==PROF== Connected to process 7 (/usr/bin/python3)", *table, "==PROF== Disconnected"])
+    kernels = counters.read_csv(text)
+    assert [kernel.name for kernel in kernels] == ["flashpage_decode_sm90", "merge"]
+    first, second = (counters.counters_of(kernel.counts) for kernel in kernels)
+    assert first == {"time us": 39.46, "L2 reads MB": 64.0, "DRAM MB": 81.0}
+    assert second == {"time us": 4.0, "L2 reads MB": 0.032, "DRAM busy %": 1.5}
+    assert [counters.stalls_of(kernel.counts) for kernel in kernels] == [{"gmma": 2.5, "wait": 1.23}, {}]
+    assert "nan" not in str(kernels[1].counts)
+    assert counters.read_csv("==ERROR== The user has no permission\n") == []
+
+
+def test_counters_runs_itself_under_ncu(
+    bench_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With an ncu that knows two metrics and writes down how it is called."""
+    import counters
+
+    ncu, calls, asked = tmp_path / "ncu", tmp_path / "calls", counters.METRICS[:2]
+    ncu.write_text(
+        '#!/bin/sh\n[ "$1" = --query-metrics ] && printf "Device\\n----\\n'
+        + "".join(f"{name.partition('.')[0]}  Counter  words\\n" for name in asked)
+        + f'" && exit\necho "$@" >> {calls}\ncat {tmp_path / "csv"}\n'
+    )
+    ncu.chmod(0o755)
+    (tmp_path / "csv").write_text('"Kernel Name","gpu__time_duration.sum"\n"","ns"\n"decode(int)","2000"\n')
+    monkeypatch.setattr(sys, "argv", ["counters.py", "--case", "one"])
+    assert counters.profiled(str(ncu)) == [("decode", {"gpu__time_duration.sum": 2000.0})]
+    called = calls.read_text()
+    assert f"--metrics {','.join(asked)} {sys.executable}" in called
+    assert called.endswith("counters.py --case one --under-ncu\n") and "--profile-from-start off" in called
+    (tmp_path / "csv").write_text("==ERROR== ERR_NVGPUCTRPERM\n")
+    with pytest.raises(SystemExit, match="no kernel:\n==ERROR== ERR_NVGPUCTRPERM"):
+        counters.profiled(str(ncu))
 
 
 def test_every_benchmark_has_its_program(bench_path: None) -> None:

@@ -81,6 +81,20 @@ def test_host_times_have_the_peers_column_if_a_line_has_it() -> None:
     assert figures().TABLES["host"](lines[:1]).splitlines()[0] == "| what | batch | us | must | goal |"
 
 
+def test_counters_have_a_row_for_each_kernel() -> None:
+    kernels = [
+        {"kernel": "attention", "counts": {"time us": 1234.5, "DRAM MB": 80.0}, "stalls": {"wait": 1.5, "gmma": 0.4}},
+        {"kernel": "merge", "counts": {"time us": 4.0}, "stalls": {}},
+    ]
+    own = line("counters", "batch 1, flashmla", library="flashmla", kernels=kernels)
+    assert figures().TABLES["counters"]([own]).splitlines()[2:] == [
+        "| case | library | kernel | time us | DRAM MB | warps that wait |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| batch 1 | FlashMLA | attention | 1,234.5 | 80.0 | wait 1.5, gmma 0.4 |",
+        "| batch 1 | FlashMLA | merge | 4.0 |  |  |",
+    ]
+
+
 def test_a_step_has_the_fastest_peer_of_each_part() -> None:
     own = line(
         "mixed",

@@ -36,7 +36,7 @@ struct ScoreExchange {
   }
 
   FP_DEVICE void receive(Scores& sums, u32 number) const {
-    // Computed anew, so that no register keeps the address from send() on.
+    // The address is computed again here, so that no register holds it from send() on.
     const u32 barrier = ptx::shared_address(&shared.scores_full[ptx::opaque(warp)]);
     if (lane == 0) ptx::mbarrier_arrive_expect(barrier, warp_bytes);
     __syncwarp();
