@@ -160,8 +160,10 @@ _CONTEXT_OF_FULL_UNITS, _ROWS_LEFT_OUT = 8192, 5
 # all but one tile, and K and V come from memory once less.
 _SHORTER = ((512, Padding(128, 192, 0.92)),)
 _TALLER = ((512, Padding(192, 128, 0.8)), (8192, Padding(192, 256, 0.8)))
-# Under short windows, units of taller tiles are fewer; they pay where rows of a unit span few tokens.
-_GROUP_OF_WINDOWS = 4
+# Under short windows, units of taller tiles are fewer; they pay where rows of a unit span few tokens, and unless they
+# are much emptier: those of short appends compute half as much again (the bound follows from the costs of a unit and of
+# a row in docs/tried.md).
+_GROUP_OF_WINDOWS, _TALLER_OF_WINDOWS = 4, Padding(192, 128, 1.1)
 
 
 def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
@@ -182,8 +184,8 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
         rows.append(context_row(ContextClass.FEW, ANY_ROWS, is_prefill, most_tokens=_CONTEXT_OF_HALVES))
     usual_tile = 192 if _may_be_taller(options) else 128
     if has_short_window and group >= _GROUP_OF_WINDOWS and _has_taller(options):
-        wide = 2.0 * (options.window_left + 1)  # most rows see the whole window
-        rows.append(context_row(ContextClass.PARTIAL, ANY_ROWS, is_prefill, least_tokens=wide))
+        wide, taller = 2.0 * (options.window_left + 1), _TALLER_OF_WINDOWS  # most rows see the whole window
+        rows.append(context_row(ContextClass.PARTIAL, ANY_ROWS, is_prefill, least_tokens=wide, padding=taller))
     if options.window_left < 0:
         others = _SHORTER if usual_tile > 128 else _TALLER if _has_taller(options) else ()
         rows += [
