@@ -161,9 +161,10 @@ _CONTEXT_OF_FULL_UNITS, _ROWS_LEFT_OUT = 8192, 5
 # replace usual tiles, or pairs of them (256 rows), if a request has a tile less then: K and V are read once less, too.
 _SHORTER = ((512, Padding(128, 192, 0.92)),)
 _TALLER = ((512, Padding(192, 128, 0.8)), (8192, Padding(192, 256, 0.8)))
-# The group size from which tall tiles pay under short windows, however full they are: they make fewer units, and a unit
-# starts and ends in the time of some 280 tokens. The smaller the group is, the more tokens the rows of a unit span.
-_GROUP_OF_WINDOWS = 4
+# The group size from which tall tiles pay under short windows, unless they are much emptier: they make fewer units, and
+# a unit starts and ends in the time of some 280 tokens, but those of short appends compute half as much again. The
+# smaller the group is, the more tokens the rows of a unit span.
+_GROUP_OF_WINDOWS, _TALL_OF_WINDOWS = 4, Padding(192, 128, 1.1)
 
 
 def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
@@ -184,7 +185,8 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
     usual_tile = 192 if _usual_may_be_tall(options) else 128
     if has_short_window and group >= _GROUP_OF_WINDOWS and _other_may_be_tall(options):
         two_windows = 2.0 * (options.window_left + 1)  # from there on most rows see the whole window
-        rows.append(context_row(ContextClass.OTHER_HEIGHT, ANY_ROWS, prefill_rows, least_tokens=two_windows))
+        tall = ContextClass.OTHER_HEIGHT, ANY_ROWS, prefill_rows
+        rows.append(context_row(*tall, least_tokens=two_windows, padding=_TALL_OF_WINDOWS))
     if options.window_left < 0:
         others = _SHORTER if usual_tile > 128 else _TALLER if _other_may_be_tall(options) else ()
         rows += [

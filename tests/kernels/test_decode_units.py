@@ -40,6 +40,16 @@ CASES = [
     ),
     Case("short-o8", "outputs of e4m3", _LENGTHS, _ONES, num_q_heads=6, o_scale="tensor", **_O8),
     Case("pieces-o8", "merged", (1190,), (1,), num_q_heads=12, num_kv_heads=1, o_scale="tensor", **_O8),
+    Case(
+        "short-rows-64",
+        "Q of 512 columns, two warps share those of V",
+        (3, 200, 40),
+        (1, 4, 3),
+        num_q_heads=16,
+        num_kv_heads=1,
+        head_dim=512,
+        head_dim_vo=256,
+    ),
     Case("pieces-shared", "three rows in 38 pieces: warps share a row", (1190,), (1,), num_q_heads=3, num_kv_heads=1),
 ]
 
@@ -87,8 +97,8 @@ def run(case: Case, inputs: Inputs, times: int, most_rounds: int) -> tuple[torch
     lse = torch.full((len(q), case.num_q_heads), math.nan)
     partial_out = torch.full((result.num_partial_rows + 1, case.value_dim), math.nan)
     partial_lse = torch.full((result.num_partial_rows + 1,), math.nan)
-    row_bytes = case.head_dim * 2
-    box = loader_tokens(spec.loader, case.page_size, spec.tile.tile_kv, row_bytes, row_bytes)
+    row_bytes = (case.head_dim * 2, case.value_dim * 2)
+    box = loader_tokens(spec.loader, case.page_size, spec.tile.tile_kv, *row_bytes)
     params = attention_params(
         case,
         (q, out, lse),

@@ -186,20 +186,24 @@ def test_long_contexts_have_taller_tiles_where_these_are_one_less() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "window", "tokens", "is_taller"),
+    ("changed", "window", "rows", "tokens", "is_taller"),
     [
-        ({}, 512, 4096, True),
-        ({}, 1024, 4096, False),  # pairs
-        ({}, 512, 900, False),  # most rows see less than the window
-        ({"num_q_heads": 16}, 512, 4096, False),  # groups of two: a unit's rows span 96 tokens
-        ({"head_dim_qk": 64, "head_dim_vo": 64}, 512, 4096, False),  # usual tiles are as tall
-        ({"page_size": 1}, 512, 4096, False),
+        ({}, 512, 4096, 4096, True),
+        ({}, 256, 1024, 1024, True),
+        ({}, 512, 48, 4096, True),
+        ({}, 512, 30, 4096, False),  # one tile either way
+        ({}, 512, 64, 4096, False),  # two tiles either way
+        ({}, 1024, 4096, 4096, False),  # pairs
+        ({}, 512, 900, 900, False),  # most rows see less than the window
+        ({"num_q_heads": 16}, 512, 4096, 4096, False),  # groups of two: a unit's rows span 96 tokens
+        ({"head_dim_qk": 64, "head_dim_vo": 64}, 512, 4096, 4096, False),  # usual tiles are as tall
+        ({"page_size": 1}, 512, 4096, 4096, False),
     ],
 )
-def test_short_windows_have_taller_tiles(changed: dict[str, Any], window: int, tokens: int, is_taller: bool) -> None:
+def test_windows_of_taller_tiles(changed: dict[str, Any], window: int, rows: int, tokens: int, is_taller: bool) -> None:
     base = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=32, num_kv_heads=8)
     options = dataclasses.replace(base, window_left=window - 1, **changed)
-    found = ContextLengths(options, devices.H200).of([tokens] * 4, [tokens] * 4)
+    found = ContextLengths(options, devices.H200).of([rows] * 64, [tokens] * 64)
     assert (found is ContextClass.OTHER_HEIGHT) == is_taller
 
 

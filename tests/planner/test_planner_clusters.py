@@ -69,6 +69,12 @@ def test_the_size_that_ends_first(batch: Batch, size: int) -> None:
     assert size_of(batch) == size
 
 
+def test_pieces_of_the_longest_request_there_may_be() -> None:
+    found = plan(decode(2**31 - 1), DECODE)
+    lengths = found.items["kv_end"] - found.items["kv_begin"]
+    assert found.header["cluster_size"] == len(lengths) == 16 and lengths.min() > 2**27 - DECODE.tile_kv
+
+
 def test_cta_and_cluster_of_every_piece() -> None:
     found = planned(decode(1024, 700, 30, heads=(8, 2)), dataclasses.replace(DECODE, clusters=(0, 0, 0, 16, 0)))
     pieces = check(found)

@@ -79,7 +79,7 @@ class OwnCtas {
   Pieces pieces_of(const Request& request, i32 tile, i32 size) const {
     const TokenRange range = model_.visible(request, tile);
     const i32 step = static_cast<i32>(step_.divisor), first_step = static_cast<i32>(step_.div(range.begin));
-    const i32 steps = range.size() > 0 ? static_cast<i32>(step_.div(range.end + step - 1)) - first_step : 0;
+    const i32 steps = range.size() > 0 ? static_cast<i32>(step_.div(range.end - 1)) + 1 - first_step : 0;
     const i32 rows = request.q_len * static_cast<i32>(model_.group.divisor) - tile * schedule_.tile_q;
     const bool may_cut = min_of(schedule_.tile_q, rows) <= schedule_.cluster_rows;
     i32 log_count = 0;
