@@ -12,9 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import alone_or_together
+import encoder_models
 import get_sglang
 import pytest
 import tiny_model
+import torch
 from entry_points import ROOT, write_entry_points
 from sglang_program import NEW_TOKENS
 
@@ -41,6 +44,20 @@ CHECKPOINTS_OWN: dict[str, Any] = {
 
 # On the CPU SGLang divides the experts' size.
 GEMMA4_OWN: dict[str, Any] = tiny_model.GEMMA4_NAMES | {"moe_intermediate_size": 256}
+BERT_OWN: dict[str, Any] = {"position_embedding_type": "absolute"}
+
+# With a tokenizer, and without chunks of prompts, whose tokens an encoder sees at once.
+ENCODERS: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "grammar_backend": "none",
+    "enable_mixed_chunk": False,
+    "chunked_prefill_size": -1,
+    "disable_radix_cache": True,
+    "mem_fraction_static": 0.5,
+}
+
+# SGLang replaces what a Whisper's transcript begins with: tokens of a language and a task follow the first one.
+TRANSCRIPT = list(range(encoder_models.BEGIN, encoder_models.BEGIN + 4))
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +85,7 @@ def call(arguments: list[str], folder: Path) -> str:
 
 
 def answers(folder: Path, engines: list[dict[str, Any]]) -> list[Any]:
-    """The tokens of each engine, all in one process."""
+    """The answers of each engine, all in one process."""
     job, out = folder / "job.json", folder / "out.json"
     job.write_text(json.dumps({"prompts": tiny_model.prompts(), "engines": engines}))
     call([str(SUPPORT / "sglang_program.py"), str(job), str(out)], folder)
@@ -76,47 +93,85 @@ def answers(folder: Path, engines: list[dict[str, Any]]) -> list[Any]:
     return found
 
 
-def test_tokens_equal_those_of_its_own_attention(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    found = {name: tiny_model.write(folder / name.replace(" ", "-"), name) for name in ("llama", "head_dim 80")}
+    for module in (tiny_model, encoder_models):
+        for name in ("gemma2", "deepseek", "gpt_oss", "exaone4", "gemma4", "bert", "whisper"):
+            if (write := getattr(module, f"write_{name}", None)) is not None:
+                found[name] = write(folder / name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The answers of all engines, each of which takes a second or less; to import SGLang takes ten."""
+    needs(TREE, get_sglang.PACKAGES)
+    theirs, ours = ({"attention_backend": name} for name in ("torch_native", "flashpage"))
+    # SGLang reads another name of the activation; a soft cap of logits runs in Triton, and changes no greedy token.
+    changes: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "final_logit_softcapping": None}
+    own_pool = changes | {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]}
+    alone = {"answer": "alone", "context_length": alone_or_together.TOKENS}
+    engines: dict[str, tuple[str, dict[str, Any]]] = {  # model and options
+        "llama, theirs": ("llama", theirs),
+        "llama": ("llama", ours),
+        "head_dim 80": ("head_dim 80", ours),
+        "gemma2": ("gemma2", ours | overriding(changes)),
+        "gemma2, own pool": ("gemma2", ours | overriding(own_pool)),
+        "gpt_oss": ("gpt_oss", ours),
+        "exaone4": ("exaone4", ours),
+        "gemma4": ("gemma4", ours | overriding(GEMMA4_OWN)),
+        "bert": ("bert", ours | ENCODERS | overriding(BERT_OWN) | {"answer": "embed", "is_embedding": True}),
+        "whisper": ("whisper", ours | ENCODERS | {"answer": "transcribe", "prompts": [TRANSCRIPT[:1]] * 3}),
+        "deterministic": ("llama", ours | alone | {"enable_deterministic_inference": True}),
+        "not deterministic": ("llama", ours | alone),
+        "deepseek": ("deepseek", ours | overriding(CHECKPOINTS_OWN)),
+    }
+    asked = [{"model_path": str(models[model]), **options} for model, options in engines.values()]
+    return dict(zip(engines, answers(tmp_path_factory.mktemp("sglang"), asked), strict=True))
+
+
+def overriding(fields: dict[str, Any]) -> dict[str, Any]:
+    """The option by which a model's configuration gets other fields."""
+    return {"json_model_override_args": json.dumps(fields)}
+
+
+def test_tokens_equal_those_of_its_own_attention(models: dict[str, Path], found: dict[str, Any]) -> None:
     """Prefixes shared through the radix cache, prompts in chunks next to decodes; a Llama against SGLang's attention in
     torch, and others against transformers. Gemma2 has soft caps, and windows in every second layer, whose tokens have
     the slots of all layers or their own; DeepSeek-V3 has latent rows. gpt-oss (with sinks), EXAONE 4 and Gemma 4 have
     windows too, and SGLang would not start them without our hooks."""
-    needs(TREE, get_sglang.PACKAGES)
-    llama, wide = (tiny_model.write(tmp_path / name.replace(" ", "-"), name) for name in ("llama", "head_dim 80"))
-    gemma2, deepseek = tiny_model.write_gemma2(tmp_path / "gemma2"), tiny_model.write_deepseek(tmp_path / "deepseek")
-    gpt_oss, exaone4 = tiny_model.write_gpt_oss(tmp_path / "gpt-oss"), tiny_model.write_exaone4(tmp_path / "exaone4")
-    gemma4 = tiny_model.write_gemma4(tmp_path / "gemma4")
-    # SGLang reads another name of the activation; a soft cap of logits runs in Triton, and changes no greedy token.
-    changes: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "final_logit_softcapping": None}
-    own_pool = changes | {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]}
-    theirs, ours = ({"attention_backend": name} for name in ("torch_native", "flashpage"))
-    found = answers(
-        tmp_path,
-        [
-            {"model_path": str(llama), **theirs},
-            {"model_path": str(llama), **ours},
-            {"model_path": str(wide), **ours},
-            {"model_path": str(gemma2), **ours, "json_model_override_args": json.dumps(changes)},
-            {"model_path": str(gemma2), **ours, "json_model_override_args": json.dumps(own_pool)},
-            {"model_path": str(gpt_oss), **ours},
-            {"model_path": str(exaone4), **ours},
-            {"model_path": str(gemma4), **ours, "json_model_override_args": json.dumps(GEMMA4_OWN)},
-            {"model_path": str(deepseek), **ours, "json_model_override_args": json.dumps(CHECKPOINTS_OWN)},
-        ],
-    )
-    assert [each["pool"] for each in found] == [
-        *("", "MHATokenToKVPool", "MHATokenToKVPool", "MHATokenToKVPool", "SWAKVPool"),
-        *("SWAKVPool", "MHATokenToKVPool", "SWAKVPool", "MLATokenToKVPool"),
-    ]
-    tokens = [each["tokens"] for each in found]
-    assert tokens[1] == tokens[0], "llama"
-    assert tokens[2] == tiny_model.expected_tokens(wide, NEW_TOKENS), "head_dim 80"
-    windows = tiny_model.expected_tokens(gemma2, NEW_TOKENS)
-    assert tokens[3] == windows, "windows"
-    assert tokens[4] == windows, "windows in their own pool"
-    for i, model in ((5, gpt_oss), (6, exaone4), (7, gemma4)):
-        assert tokens[i] == tiny_model.expected_tokens(model, NEW_TOKENS), model.name
-    assert tokens[8] == tiny_model.expected_tokens(deepseek, NEW_TOKENS), "latent rows"
+    pools = {"llama, theirs": "", "gemma2, own pool": "SWAKVPool", "gpt_oss": "SWAKVPool", "gemma4": "SWAKVPool"}
+    pools["deepseek"] = "MLATokenToKVPool"
+    for name, each in found.items():
+        assert each["pool"] == pools.get(name, "MHATokenToKVPool"), name
+    assert found["llama"]["tokens"] == found["llama, theirs"]["tokens"]
+    for name in ("head_dim 80", "gemma2", "gpt_oss", "exaone4", "gemma4", "deepseek"):
+        reference = tiny_model.expected_tokens(models[name], NEW_TOKENS)
+        assert found[name]["tokens"] == reference, name
+        if name == "gemma2":
+            assert found["gemma2, own pool"]["tokens"] == reference
+
+
+def test_an_encoder(models: dict[str, Path], found: dict[str, Any]) -> None:
+    """The embeddings of a BERT, whose rows see all tokens of their request."""
+    expected = encoder_models.expected_embeddings(models["bert"])
+    for answer, reference in zip(found["bert"]["tokens"], expected, strict=True):
+        torch.testing.assert_close(torch.tensor(answer), reference, rtol=1e-4, atol=1e-5)
+
+
+def test_cross_attention(models: dict[str, Path], found: dict[str, Any]) -> None:
+    """Transcripts of a Whisper, whose decoder reads the keys and values of an encoder from slots of its own."""
+    expected = encoder_models.expected_transcripts(models["whisper"], NEW_TOKENS, [TRANSCRIPT] * 3)
+    assert found["whisper"]["tokens"] == expected
+
+
+def test_deterministic_mode(found: dict[str, Any]) -> None:
+    """The bits of a request's log-probabilities do not depend on the others. Without the mode they do, as requests are
+    cut into more parts when they are alone."""
+    assert all(found["deterministic"]["tokens"])
+    assert not all(found["not deterministic"]["tokens"])
 
 
 @pytest.mark.rare

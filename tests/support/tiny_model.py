@@ -37,9 +37,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(folder: Path, name: str) -> Path:
-    """Writes config.json and drawn weights; returns the folder."""
-    config = LLAMA | MODELS[name]
+def write(folder: Path, name: str, **own: Any) -> Path:
+    """Writes config.json, with fields of its own, and drawn weights, which depend on their names and shapes alone;
+    returns the folder."""
+    config = LLAMA | MODELS[name] | own
     hidden = config["hidden_size"]
     shapes = {"embed_tokens": (VOCABULARY, hidden), "norm": (hidden,), **_layer_shapes(config)}
     weights = {f"model.{name}.weight": _drawn(name, shape) for name, shape in shapes.items()}
@@ -47,13 +48,17 @@ def write(folder: Path, name: str) -> Path:
     return _saved(folder, config, weights)
 
 
-def write_eagle(folder: Path, name: str) -> Path:
-    """A draft for EAGLE over one of these models: a layer of its own, and the model's embedding and head."""
-    config = LLAMA | MODELS[name] | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+def write_eagle(folder: Path, name: str, engine: str = "sglang") -> Path:
+    """A draft for EAGLE over one of these models: a layer of its own, and the model's embedding and head. vLLM puts its
+    own word before the architecture's name, and has no bias."""
+    config = LLAMA | MODELS[name] | {"num_hidden_layers": 1}
+    if engine == "sglang":
+        config["architectures"] = ["LlamaForCausalLMEagle"]
     hidden = config["hidden_size"]
     shapes = {"fc": (hidden, 2 * hidden), **_layer_shapes(config)}
     weights = {f"{name}.weight": _drawn(name, shape) for name, shape in shapes.items() if "input_" not in name}
-    weights["fc.bias"] = torch.zeros(hidden)
+    if engine == "sglang":
+        weights["fc.bias"] = torch.zeros(hidden)
     return _saved(folder, config, weights)
 
 
@@ -217,13 +222,20 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def expected_tokens(folder: Path, count: int) -> list[list[int]]:
+def prompts_with_prefix() -> list[list[int]]:
+    """As many requests as vLLM wants for a cascade; they begin with the same 300 tokens."""
+    drawn = random.Random(5)
+    shared = [drawn.randrange(3, VOCABULARY) for _ in range(300)]
+    return [shared + [drawn.randrange(3, VOCABULARY) for _ in range(1 + 3 * i)] for i in range(8)]
+
+
+def expected_tokens(folder: Path, count: int, given_prompts: list[list[int]] | None = None) -> list[list[int]]:
     """Greedy tokens by transformers with its plain attention, one prompt after the other."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     found = []
-    for prompt in prompts():
+    for prompt in given_prompts or prompts():
         given = torch.tensor([prompt])
         with torch.no_grad():
             out = model.generate(given, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)

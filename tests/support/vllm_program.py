@@ -1,7 +1,10 @@
 """A real vLLM engine in a process of its own: `python vllm_program.py JOB.json OUT.json`.
 
-A job has `prompts`, `options` of `LLM`, and `models`, each with options of its own. The output has each model's tokens,
-and the modules of its layers' attention, as the processes that run the model say.
+A job has `prompts`, `options` of `LLM`, and `models`, each with options of its own. A model may have `prompts` of its
+own too, `is_cascading` (vLLM 0.26 has cascades, and switches them off on the CPU), and `answer`: "embed", or
+"transcribe" sounds. The output has each model's tokens, or embeddings; the modules of its layers' attention, as the
+processes that run the model say; and what our builder was asked for and planned, and how many guesses were accepted, if
+all is one process.
 """
 
 from __future__ import annotations
@@ -9,7 +12,10 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections import Counter
 from typing import Any
+
+from encoder_models import RATE, sounds
 
 NEW_TOKENS = 12
 OPTIONS: dict[str, Any] = {
@@ -31,19 +37,78 @@ def attention_modules(worker: Any) -> list[str]:
     return sorted({type(part).__module__ for both in parts for part in both if part is not None})
 
 
+def count_plans() -> Counter[str]:
+    """Counts calls of our builder by their names, and the parts of its steps by theirs."""
+    from flashpage.engines.vllm.plugin.builder import FlashpageBuilder
+    from flashpage.engines.vllm.plugin.planner import GroupPlanner
+
+    found = Counter[str]()
+
+    def counted(function: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            found[function.__name__] += 1
+            return function(*given, **named)
+
+        return call
+
+    for name in ("build_for_drafting", "update_block_table"):
+        setattr(FlashpageBuilder, name, counted(getattr(FlashpageBuilder, name)))
+    plan = GroupPlanner.plan
+
+    def plan_and_count(*given: Any, **named: Any) -> Any:
+        step = plan(*given, **named)
+        found.update(type(part).__name__ for part in step.parts)
+        found["not causal"] += not step.causal
+        return step
+
+    GroupPlanner.plan = plan_and_count  # type: ignore[method-assign]
+    return found
+
+
+def inspect_models_here() -> None:
+    """vLLM imports a model's file in a new process first, lest CUDA starts here: seconds for each architecture."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
+
+
+def start_cascades(worker: Any) -> None:
+    worker.model_runner.cascade_attn_enabled, worker.model_runner.num_sms = True, 4
+
+
+def answer(llm: Any, how: str, prompts: list[list[int]]) -> list[list[Any]]:
+    from vllm import SamplingParams
+
+    given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    if how == "embed":
+        return [found.outputs.embedding for found in llm.embed(given, use_tqdm=False)]
+    if how == "transcribe":
+        audio = [{"prompt": "", "multi_modal_data": {"audio": (sound, RATE)}} for sound in sounds(len(prompts))]
+        given = [{"encoder_prompt": a, "decoder_prompt": b} for a, b in zip(audio, given, strict=True)]
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    return [list(found.outputs[0].token_ids) for found in llm.generate(given, params, use_tqdm=False)]
+
+
 def main(job_path: str, out_path: str) -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     with open(job_path) as file:
         job = json.load(file)
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    out = []
+    inspect_models_here()
+    plans, out = count_plans(), []
     for model in job["models"]:
+        prompts, how = model.pop("prompts", job["prompts"]), model.pop("answer", "generate")
+        is_cascading = model.pop("is_cascading", False)
         llm = LLM(**OPTIONS | job["options"] | model)
-        answers = llm.generate(prompts, params, use_tqdm=False)
-        modules = sorted(set(itertools.chain(*llm.collective_rpc(attention_modules))))
-        out.append({"tokens": [list(answer.outputs[0].token_ids) for answer in answers], "attention": modules})
+        if is_cascading:
+            llm.collective_rpc(start_cascades)
+        plans.clear()
+        found: dict[str, Any] = {"tokens": answer(llm, how, prompts), "plans": dict(plans)}
+        found["attention"] = sorted(set(itertools.chain(*llm.collective_rpc(attention_modules))))
+        if model.get("speculative_config"):
+            counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
+            found |= {name: counts[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted")}
+        out.append(found)
         del llm
     with open(out_path, "w") as file:
         json.dump(out, file)
