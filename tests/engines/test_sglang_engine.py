@@ -113,6 +113,7 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     changes: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "final_logit_softcapping": None}
     own_pool = changes | {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]}
     alone = {"answer": "alone", "context_length": alone_or_together.TOKENS}
+    deterministic = {"enable_deterministic_inference": True}
     engines: dict[str, tuple[str, dict[str, Any]]] = {  # model and options
         "llama, theirs": ("llama", theirs),
         "llama": ("llama", ours),
@@ -124,8 +125,9 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         "gemma4": ("gemma4", ours | overriding(GEMMA4_OWN)),
         "bert": ("bert", ours | ENCODERS | overriding(BERT_OWN) | {"answer": "embed", "is_embedding": True}),
         "whisper": ("whisper", ours | ENCODERS | {"answer": "transcribe", "prompts": [TRANSCRIPT[:1]] * 3}),
-        "deterministic": ("llama", ours | alone | {"enable_deterministic_inference": True}),
+        "deterministic": ("llama", ours | alone | deterministic),
         "not deterministic": ("llama", ours | alone),
+        "deterministic deepseek": ("deepseek", ours | overriding(CHECKPOINTS_OWN) | deterministic),
         "deepseek": ("deepseek", ours | overriding(CHECKPOINTS_OWN)),
     }
     asked = [{"model_path": str(models[model]), **options} for model, options in engines.values()]
@@ -143,7 +145,7 @@ def test_tokens_equal_those_of_its_own_attention(models: dict[str, Path], found:
     the slots of all layers or their own; DeepSeek-V3 has latent rows. gpt-oss (with sinks), EXAONE 4 and Gemma 4 have
     windows too, and SGLang would not start them without our hooks."""
     pools = {"llama, theirs": "", "gemma2, own pool": "SWAKVPool", "gpt_oss": "SWAKVPool", "gemma4": "SWAKVPool"}
-    pools["deepseek"] = "MLATokenToKVPool"
+    pools |= {"deepseek": "MLATokenToKVPool", "deterministic deepseek": "MLATokenToKVPool"}
     for name, each in found.items():
         assert each["pool"] == pools.get(name, "MHATokenToKVPool"), name
     assert found["llama"]["tokens"] == found["llama, theirs"]["tokens"]
@@ -152,6 +154,8 @@ def test_tokens_equal_those_of_its_own_attention(models: dict[str, Path], found:
         assert found[name]["tokens"] == reference, name
         if name == "gemma2":
             assert found["gemma2, own pool"]["tokens"] == reference
+        if name == "deepseek":
+            assert found["deterministic deepseek"]["tokens"] == reference
 
 
 def test_an_encoder(models: dict[str, Path], found: dict[str, Any]) -> None:

@@ -142,7 +142,7 @@ def hear_sounds() -> None:
 
 @contextlib.contextmanager
 def only_attention_depends_on_others() -> Iterator[None]:
-    """For "alone": the processes of an engine that is started here multiply each row by itself."""
+    """The processes of an engine that is started here multiply each row by itself: deterministic mode, and "alone"."""
     import sglang.srt.batch_invariant_ops as operators
 
     from flashpage.engines.sglang import backend
@@ -195,7 +195,8 @@ def main(job_path: str, out_path: str) -> None:
     out = []
     for options in job["engines"]:
         how, prompts = options.pop("answer", "generate"), options.pop("prompts", job["prompts"])
-        with only_attention_depends_on_others() if how == "alone" else contextlib.nullcontext():
+        is_deterministic = how == "alone" or options.get("enable_deterministic_inference")
+        with only_attention_depends_on_others() if is_deterministic else contextlib.nullcontext():
             found = engine.Engine(**OPTIONS | options)
         answers = answer(found, how, prompts)
         name = pool.read_text() if pool.exists() else ""

@@ -1,5 +1,4 @@
-"""Whether log-probabilities of a real vLLM engine depend on other requests: `python vllm_invariance.py MODEL OUT.json`.
-"""
+"""Whether log-probabilities of a vLLM engine depend on other requests: `python vllm_invariance.py MODEL OUT.json`."""
 
 from __future__ import annotations
 
