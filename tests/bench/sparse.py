@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import importlib.util
 import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,8 +135,11 @@ def measure(case: SparseCase, device: torch.device, rounds: int, clock: GpuClock
     return {"us": us, "errors": errors}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main_of(
+    section: str, description: str | None, cases: Sequence[Any], measure: Callable[..., dict[str, Any]]
+) -> None:
+    """The program of a section: its options, and a line for each of its cases."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
@@ -145,11 +149,11 @@ def main() -> None:
     chosen = parser.parse_args()
     device, recorder = torch.device(chosen.device), Recorder(chosen.json)
     clock = GpuClock(chosen.repeats) if device.type == "cuda" else HostClock(chosen.repeats)
-    for case in CASES:
+    for case in cases:
         if chosen.only in case.name:
             found = measure(case.shrunk() if chosen.small else case, device, chosen.rounds, clock)
-            recorder.add("sparse", case.name, **found)
+            recorder.add(section, case.name, **found)
 
 
 if __name__ == "__main__":
-    main()
+    main_of("sparse", __doc__, CASES, measure)

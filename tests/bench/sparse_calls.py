@@ -9,7 +9,6 @@ merges. `--small --device cpu` runs tiny shapes: it only shows that the program 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import statistics
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from gpu import GpuClock, HostClock, rounds_of
 from peers import Call
-from record import Recorder
+from sparse import main_of
 from torch import Tensor
 
 import flashpage
@@ -187,22 +186,5 @@ def measure(case: CallCase, device: torch.device, rounds: int, clock: GpuClock |
     return {"us": us, "errors": errors, "refused": refused}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny shapes")
-    parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
-    chosen = parser.parse_args()
-    device, recorder = torch.device(chosen.device), Recorder(chosen.json)
-    clock = GpuClock(chosen.repeats) if device.type == "cuda" else HostClock(chosen.repeats)
-    for case in CASES:
-        if chosen.only in case.name:
-            found = measure(case.shrunk() if chosen.small else case, device, chosen.rounds, clock)
-            recorder.add("sparse-calls", case.name, **found)
-
-
 if __name__ == "__main__":
-    main()
+    main_of("sparse-calls", __doc__, CASES, measure)
