@@ -34,13 +34,15 @@ struct ColumnState {
       }
   }
 
-  // Raises the maxima if a score of the team exceeds one of them by 2^8, which is rare after the first tiles, and
-  // returns whether it did; values must then be multiplied by `factor`. `top`: memory of the team's warps, [warp][row].
-  // `vote(outgrown)` returns whether any thread of the team has outgrown, and is a barrier of the team.
+  // Raises the maxima if a score of the team exceeds one of them by 2^headroom, and returns whether it did; values must
+  // then be multiplied by `factor`. With more headroom that is rarer, but the largest probabilities are off by up to 2^-8
+  // of themselves as 16-bit factors, where that of a maximum is exact (docs/latent_sm90.md, maxima). `top`: memory of the
+  // team's warps, [warp][row]. `vote(outgrown)` returns whether any thread of the team has outgrown, and is a barrier of
+  // the team.
   template <int rows>
   FP_DEVICE bool raise(const float (&scores)[tiles][4], float (&top)[4][rows], int warp, int lane,
                        float (&factor)[tiles][2], auto&& vote) {
-    constexpr float headroom = 8.f;
+    constexpr float headroom = 2.f;
     bool outgrown = false;
 #pragma unroll
     for (int n = 0; n < tiles; ++n)
