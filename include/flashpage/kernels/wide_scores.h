@@ -3,6 +3,7 @@
 #include "flashpage/kernels/wide_units.h"
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/math.h"
+#include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/softmax/transform.h"
 
@@ -35,21 +36,9 @@ FP_DEVICE void prepare_scores(float (&scores)[1][chunks][4], const WidePlace& pl
   }
 }
 
-constexpr float least_headroom = 0.25f, most_headroom = 8.f;  // in base 2
-
-// A probability above 1 costs fp32 sums no precision, but its 16-bit factor is off by up to 2^-8 of itself, where that
-// of 1 is exact. This shows in the output where few tokens have most of the sum. So a maximum moves if a score exceeds
-// it by 2^8, or would have an eighth or more of the row's sum. `sum`: of one lane, relative to the maximum, where
-// `lanes` lanes have the row's tokens. A sum of earlier tokens is smaller, which only moves maxima more often.
-template <int lanes>
-FP_DEVICE float headroom_of(float sum) {
-  return fminf(fmaxf(ptx::log2_approx(sum * (lanes / 8.f)), least_headroom), most_headroom);
-}
-
-// As SoftmaxState, but maxima also move for scores that have a large share of a row's sum (headroom_of). `lanes`: in
-// how many lanes, of all warps, a row has its tokens.
-template <int lanes>
-struct LimitedSoftmax : SoftmaxState<1> {
+// As SoftmaxState, with less headroom, and for maxima that move in few rows at a time. `raise` subtracts the headroom
+// from the scores: as a sum with the maxima it makes latent_columns_sm90 over lists spill.
+struct WideSoftmax : SoftmaxState<1> {
   template <int token_tiles>
   FP_DEVICE bool raise(const float (&scores)[1][token_tiles][4], float scale, float (&factor)[1][2]) {
     float top[1][2];
@@ -57,7 +46,7 @@ struct LimitedSoftmax : SoftmaxState<1> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       top[0][half] = lane_maximum(scores[0], half);
-      outgrown = outgrown || top[0][half] * scale > maximum[0][half] + headroom_of<lanes>(sum[0][half]);
+      outgrown = outgrown || top[0][half] * scale - latent_headroom > maximum[0][half];
     }
     if (!__any_sync(0xffffffff, outgrown)) return false;
     move_to(top, scale, factor);

@@ -29,7 +29,7 @@ struct ColumnsCompute {
   static constexpr u32 first_thread = Shared::Warps::loading * 32;  // of the computing ones
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
-  using Softmax = LimitedSoftmax<Shared::takes_turns ? 8 : 4>;
+  using Softmax = WideSoftmax;
 
   Shared& shared;
   const AttentionParams& params;

@@ -3,6 +3,7 @@
 // lane / 4 + 8. Sums stay per lane until the unit's end; all warps of a team have the same maxima.
 #pragma once
 #include "flashpage/ptx/named_barrier.h"
+#include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/softmax/state_weight.h"
 
 namespace flashpage {
@@ -34,21 +35,18 @@ struct ColumnState {
       }
   }
 
-  // Raises the maxima if a score of the team exceeds one of them by 2^headroom, and returns whether it did; values must
-  // then be multiplied by `factor`. With more headroom that is rarer, but the largest probabilities are off by up to 2^-8
-  // of themselves as 16-bit factors, where that of a maximum is exact (docs/latent_sm90.md, maxima). `top`: memory of the
-  // team's warps, [warp][row]. `vote(outgrown)` returns whether any thread of the team has outgrown, and is a barrier of
-  // the team.
+  // Raises the maxima if a score of the team exceeds one of them by 2^latent_headroom, and returns whether it did;
+  // values must then be multiplied by `factor`. `top`: memory of the team's warps, [warp][row]. `vote(outgrown)`
+  // returns whether any thread of the team has outgrown, and is a barrier of the team.
   template <int rows>
   FP_DEVICE bool raise(const float (&scores)[tiles][4], float (&top)[4][rows], int warp, int lane,
                        float (&factor)[tiles][2], auto&& vote) {
-    constexpr float headroom = 2.f;
     bool outgrown = false;
 #pragma unroll
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        outgrown = outgrown || fmaxf(scores[n][e], scores[n][e + 2]) > maximum[n][e] + headroom;
+        outgrown = outgrown || fmaxf(scores[n][e], scores[n][e + 2]) > maximum[n][e] + latent_headroom;
     if (!vote(outgrown)) return false;
 #pragma unroll
     for (int n = 0; n < tiles; ++n)

@@ -28,7 +28,7 @@ struct WideCompute {
   static constexpr int vote_barrier = 1;  // of the right warpgroup, by name
   using Scores = float[1][tokens / 8][4];
   using Fragments = u32[steps][4];
-  using Softmax = LimitedSoftmax<4 * WideWarps::groups>;
+  using Softmax = WideSoftmax;
 
   Shared& shared;
   const AttentionParams& params;
