@@ -53,7 +53,7 @@ def _create_draft_backend(
         runner = factory.draft_model_runner
         steps = runner, factory.topk, factory.speculative_num_steps
         backend = FlashpageDraftSteps(*steps) if is_steps else backend_of(runner)
-        if _has_graph_list(sys.modules.get(_EAGLE)):  # the worker that calls the factory; other engines do not import it
+        if _has_graph_list(sys.modules.get(_EAGLE)):  # of the worker that calls this; other engines do not import it
             _register_graphs()
         return (NAME, backend) if has_stamps else backend
 
