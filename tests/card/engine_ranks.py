@@ -134,7 +134,31 @@ def growth_of(engine: Any, sampling: Any) -> dict[str, float]:
     return {"answered": answered, "card_mib": round(card, 2), "host_mib": round(host, 2)}
 
 
+def answer_exactly(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """By transformers' plain attention in fp32, over the weights that the engines read."""
+    from transformers import AutoModelForCausalLM
+
+    plain = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder / setup["model"], **plain).eval().to(chosen.device)
+    model.generation_config.eos_token_id = None
+
+    def answer(prompt: list[int], count: int) -> dict[str, Any]:
+        given = torch.tensor([prompt], device=chosen.device)
+        how = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        out = model.generate(given, **how, return_dict_in_generate=True, output_logits=True)
+        best = torch.cat(out.logits).float().log_softmax(-1).topk(5)
+        steps = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return {
+            "tokens": out.sequences[0, len(prompt) :].tolist(),
+            "logprobs": [dict(zip(map(str, tokens), values, strict=True)) for tokens, values in steps],
+        }
+
+    return ask_all(setup, lambda kind: [answer(prompt, NEW_TOKENS[kind]) for prompt in requests(kind)])
+
+
 def answer_sglang(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    if setup.get("backend") == "transformers":
+        return answer_exactly(setup, folder, chosen)
     from sglang import Engine
 
     engine = Engine(**sglang_options(setup, folder, chosen.small, chosen.device))
@@ -221,7 +245,9 @@ class Comparison:
 
     def _compare(self, name: str, base: str) -> None:
         model = name.partition("-")[0]
-        if name == base or base not in (f"{model}-1", f"{model}-1-other"):
+        if name == base or base not in (f"{model}-1", f"{model}-1-other", f"{model}-1-exact"):
+            return
+        if name.endswith("exact"):  # the other way
             return
         if base.endswith("other") and (name.endswith("other") or name == f"{model}-1"):  # the latter the other way
             return

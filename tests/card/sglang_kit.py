@@ -70,6 +70,8 @@ class Kit:
         drafts = dataclasses.replace(guesses, name="drafts", forward_mode=self.mode.DRAFT_EXTEND_V2)
         run = self.drafts.run_dense_draft_extend_v2_cuda_graph_case
         yield "drafts, graph", lambda test, run=run: run(test, drafts)
+        run = self.drafts.run_dense_eagle_draft_extend_v2_cuda_graph_runner_case
+        yield "drafts, SGLang's runner", lambda test, run=run: run(test, drafts)
 
     def _with_topk(self, topk: int, run: Callable[..., object], case: Any) -> Callable[[Any], object]:
         """A check of trees, whose server's arguments say so; the kit's own say 0."""
@@ -94,6 +96,11 @@ class Kit:
         guesses = latent.MLAAttentionCase("mla_guesses", backend, self.mode.TARGET_VERIFY, 4, 16, (14, 33), (4, 4))
         run = self.verify.run_mla_eagle_verify_case
         yield "mla_guesses", lambda test, run=run: run(test, guesses, topk=1, **sizes)
+        drafts = dataclasses.replace(guesses, name="mla_drafts", forward_mode=self.mode.DRAFT_EXTEND_V2)
+        run = self.drafts.run_mla_draft_extend_v2_cuda_graph_case
+        yield "mla_drafts, graph", lambda test, run=run: run(test, drafts, **sizes)
+        run = self.drafts.run_mla_eagle_draft_extend_v2_cuda_graph_runner_case
+        yield "mla_drafts, SGLang's runner", lambda test, run=run: run(test, drafts, **sizes)
 
 
 def main() -> int:
@@ -104,9 +111,14 @@ def main() -> int:
     if importlib.util.find_spec("sglang") is None:
         print("skipped: SGLang is not installed")
         return 0
+    import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
     from flashpage.engines import sglang
 
     sglang.register()
+    HookRegistry.apply_hooks()  # its factory of drafts knows our name by one
+    torch.set_grad_enabled(False)  # some of the kit's layers have weights with gradients, and engines have none
     kit = Kit()
     kit.dense._SWA_DECODE_EXTEND_WINDOW |= {chosen.backend}  # a window has the row's own token, too
     test, failed, passed, skipped = unittest.TestCase(), [], 0, []

@@ -123,7 +123,8 @@ def test_rows_after_the_step_are_zero(device: str) -> None:
 
 def test_requests_that_pad_a_captured_step(device: str) -> None:
     """SGLang fills a captured batch with requests of row 0, which have the length that the backend names."""
-    for mode, lens in ((ForwardMode.DECODE, DECODE), (ForwardMode.TARGET_VERIFY, GUESSES)):
+    modes = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2  # rows of a draft are more than that length
+    for mode, lens in ((ForwardMode.DECODE, DECODE), *((mode, GUESSES) for mode in modes)):
         scene = Scene(Form(), *lens, device)
         backend, batch = scene.backend(), scene.batch(mode)
         scene.pool.kv[0][:, 0] = 0
@@ -340,7 +341,7 @@ def test_the_entry_point_imports_little() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", [Form(), Form(page=16), Form(window=20, window_pool=True, page=8)])
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+@pytest.mark.parametrize("mode", [mode for mode in STEPS if mode is not ForwardMode.MIXED])
 def test_a_replay_plans_for_the_lengths_of_its_time(mode: ForwardMode, form: Form) -> None:
     scene = Scene(form, *STEPS[mode], "cuda:0")
     backend, batch = scene.backend(), scene.batch(mode)

@@ -20,6 +20,7 @@ STEPS = {
     ForwardMode.DECODE: ([1, 1, 1], [40, 5, 130]),
     ForwardMode.MIXED: ([1, 17, 3], [50, 17, 40]),  # a decode, a whole prompt, a later chunk of one
     ForwardMode.TARGET_VERIFY: ([3, 3], [50, 9]),
+    ForwardMode.DRAFT_EXTEND_V2: ([3, 3], [50, 9]),
 }
 
 
@@ -44,6 +45,23 @@ def test_absorbed_rows_in_each_mode(page: int, device: str) -> None:
             (planner,) = backend._planners.values()
             assert any(use.is_graph for use in planner._captured._attentions)
         assert all(use in (Use.DECODE, Use.ROWS) for use in planner_uses(backend))
+
+
+def test_a_drafts_requests_that_pad_a_captured_step(device: str) -> None:
+    """SGLang fills a captured batch with requests of row 0, which have fewer tokens than rows."""
+    scene = LatentScene(*STEPS[ForwardMode.DRAFT_EXTEND_V2], device, 16)
+    backend, batch = scene.backend(), scene.batch(ForwardMode.DRAFT_EXTEND_V2)
+    scene.pool.rows[:16] = 0
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    batch.seq_lens = torch.cat([batch.seq_lens, batch.seq_lens.new_full((2,), fill)])
+    batch.req_pool_indices = torch.cat([batch.req_pool_indices, batch.req_pool_indices.new_zeros(2)])
+    batch.positions, batch.batch_size = batch.positions.new_zeros(12), 4
+    rows, scene.q = len(scene.q), torch.cat([scene.q, scene.q])
+    captured(backend, batch)
+    found = scene.run(backend, batch, False)
+    assert len(found) == 2 * rows and not found.isnan().any()
+    scene.q = scene.q[:rows]
+    close(found[:rows], scene.expected())
 
 
 def planner_uses(backend: Any) -> set[Use]:

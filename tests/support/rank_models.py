@@ -43,13 +43,13 @@ def requests(kind: str) -> list[list[int]]:
 def write_models(folder: Path, is_small: bool) -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
-    sizes = SMALL if is_small else SIZES
+    sizes, dtype = (SMALL, torch.float32) if is_small else (SIZES, torch.bfloat16)
     for name, kv_heads in KV_HEADS.items():
         tiny_model.MODELS[name] = sizes | {"num_key_value_heads": kv_heads}
         tiny_model.write(folder / name, name)
     tiny_model.write_eagle(folder / "eagle", "llama")
-    tiny_model.write_gpt_oss(folder / "gptoss")
-    tiny_model.write_gemma4(folder / "gemma4")
+    tiny_model.write_gpt_oss(folder / "gptoss", dtype)
+    tiny_model.write_gemma4(folder / "gemma4", dtype)
     torch.manual_seed(0)
     heads, dim = sizes["num_attention_heads"], 32 if is_small else 64
     config = BloomConfig(

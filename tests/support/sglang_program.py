@@ -20,6 +20,7 @@ from typing import Any
 
 import alone_or_together
 import pytest
+import sglang_drafts
 import torch
 from encoder_models import sounds
 
@@ -204,6 +205,7 @@ def main(job_path: str, out_path: str) -> None:
         out.append({"tokens": answers, "pool": name})
         found.shutdown()
     check_kit()
+    sglang_drafts.check()
     with open(out_path, "w") as file:
         json.dump(out, file)
 

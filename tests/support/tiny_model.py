@@ -146,8 +146,9 @@ GEMMA4_NAMES: dict[str, Any] = {
 }
 
 
-def write_gpt_oss(folder: Path) -> Path:
-    """gpt-oss with four experts, and sinks that matter."""
+def write_gpt_oss(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """gpt-oss with four experts, and sinks that matter. SGLang gives some layers the type that the configuration
+    names, whatever the engine's is."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     torch.manual_seed(0)
@@ -156,8 +157,9 @@ def write_gpt_oss(folder: Path) -> Path:
     limit = {"swiglu_limit": 7.0}  # transformers' own, which older versions do not write down
     model = GptOssForCausalLM(GptOssConfig(num_hidden_layers=4, rope_parameters=rope, **limit, **experts, **_WINDOWED))
     for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks, 2.0)
-    model.save_pretrained(folder)
+        sinks = torch.nn.init.normal_(layer.self_attn.sinks, 2.0)
+        sinks.data.copy_(sinks.data.bfloat16())  # the type that SGLang's have
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 
@@ -180,7 +182,7 @@ def write_exaone4(folder: Path) -> Path:
     return folder
 
 
-def write_gemma4(folder: Path) -> Path:
+def write_gemma4(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Gemma 4 with wider heads in layers without a window; the last two layers read the K and V of earlier ones."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -199,7 +201,7 @@ def write_gemma4(folder: Path) -> Path:
     with torch.no_grad():  # small, as they are the output's weights too, and would repeat the last token
         model.model.embed_tokens.weight.mul_(0.1)
         model.model.embed_tokens_per_layer.weight.mul_(0.3)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 

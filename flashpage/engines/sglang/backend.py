@@ -117,8 +117,8 @@ class FlashpageBackend(AttentionBackend):
 
     def shared_read_ends(self, mode: Any) -> Any:
         """Newer versions ask when their scheduler may write to its tables: after the step, as kernels read them in
-        place. Older ones may write during a captured decode, to rows of requests that have ended and slots with equal
-        contents, which changes no output that is used."""
+        place. Older ones may write during a captured decode or draft, to rows of requests that have ended and slots
+        with equal contents, which changes no output that is used."""
         from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
         return SharedReadEnds.UNKNOWN

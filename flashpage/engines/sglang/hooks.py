@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from typing import Any
 
 from . import admission
 from .name import NAME
+
+_EAGLE = "sglang.srt.speculative.eagle_worker_v2"
 
 
 def register() -> None:
@@ -49,9 +53,43 @@ def _create_draft_backend(
         runner = factory.draft_model_runner
         steps = runner, factory.topk, factory.speculative_num_steps
         backend = FlashpageDraftSteps(*steps) if is_steps else backend_of(runner)
+        if _has_graph_list(sys.modules.get(_EAGLE)):  # of the worker that calls this; other engines do not import it
+            _register_graphs()
         return (NAME, backend) if has_stamps else backend
 
     return original(factory, backend_name, backend_map | {NAME: create}, *args, **given)
+
+
+def _has_graph_list(eagle: Any) -> bool:
+    """Whether the module captures a draft's extend for classes of a list, Triton's among them."""
+    capture = getattr(getattr(eagle, "EagleDraftWorker", None), "_capture_cuda_graphs", None)
+    return callable(capture) and isinstance(getattr(eagle, "TritonAttnBackend", None), type)
+
+
+@functools.cache
+def _register_graphs() -> None:
+    """SGLang has applied the other hooks by now."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_EAGLE}.EagleDraftWorker._capture_cuda_graphs", _capture_draft_graphs, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+
+def _capture_draft_graphs(original: Any, worker: Any) -> Any:
+    """Captures the extend of a draft that has our backend, as SGLang does for its own. The function lists the classes
+    that it captures by their names; while it runs, Triton's name stands for our class too. `isinstance` takes tuples in
+    tuples."""
+    from .backend import FlashpageBackend
+
+    if not isinstance(worker.draft_extend_attn_backend, FlashpageBackend):
+        return original(worker)
+    eagle = sys.modules[_EAGLE]
+    triton = eagle.TritonAttnBackend
+    eagle.TritonAttnBackend = triton, FlashpageBackend  # type: ignore[attr-defined]
+    try:
+        return original(worker)
+    finally:
+        eagle.TritonAttnBackend = triton  # type: ignore[attr-defined]
 
 
 def _check_server_args(arguments: Any) -> None:
