@@ -22,6 +22,7 @@ from .kernel import (
     latent_options,
     latent_trait,
     no_rope_over_hadamard_keys,
+    tanh_trait,
 )
 from .spec import KernelSpec
 from .tile import FEW_MERGE_ITEM_ROWS, MERGE_ITEM_ROWS, Cost, Tile
@@ -303,7 +304,10 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
     if spec.is_latent:  # the tiles in shared memory have the queries' type
         return (*attention_traits(spec, query, query, "pitched"), latent_trait(spec))
     # Rows in formats are converted to 16-bit tiles.
-    return attention_traits(spec, query, query if spec.has_formats else spec.kv_dtype, "pitched")
+    found = attention_traits(spec, query, query if spec.has_formats else spec.kv_dtype, "pitched")
+    assert spec.tile is not None
+    is_few = spec.tile.warps_kv > 1  # limited by loads (kernel.h)
+    return found if is_few else (*found, *tanh_trait(spec, query))
 
 
 _ROWS = (16, 32, 64, 128)  # one for each class of tiles

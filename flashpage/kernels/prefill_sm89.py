@@ -17,6 +17,7 @@ from .kernel import (
     no_kv_formats,
     no_latent_rows,
     no_rope_over_fp8,
+    tanh_trait,
 )
 from .spec import KernelSpec
 from .tile import Cost, Tile
@@ -81,7 +82,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
 
 
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
-    return attention_traits(spec, spec.q_dtype, spec.kv_dtype, "pitched")
+    return (*attention_traits(spec, spec.q_dtype, spec.kv_dtype, "pitched"), *tanh_trait(spec, spec.kv_dtype))
 
 
 KERNEL = AttentionKernel(

@@ -26,6 +26,7 @@ from .kernel import (
     no_kv_formats,
     no_latent_rows,
     no_rope_over_fp8,
+    tanh_trait,
 )
 from .options import Options
 from .prefill_tokens import CONVERTED, STORED, TRANSPOSED, shape_of, tokens_of
@@ -65,12 +66,6 @@ def _tile(work: Work) -> Tile:
             return Tile(192, 96, 12, 1, 4)
         return Tile(192, 64 if "bits by rows" in shape.facts else 80, 12, 1, 3)
     return _two_groups(tokens, 2)
-
-
-def _approximates_tanh(variant: VariantSpec, product: DType) -> bool:
-    """Whether a soft cap is computed with tanh.approx, 1.3 times faster (docs/tried.md). Scores are then off by 2^-11
-    of themselves, which bf16 weights lose by their own rounding, too, but fp16 weights do not."""
-    return bool(soft_cap(variant)) and product is not DType.FLOAT16
 
 
 def _only_caps(variant: VariantSpec) -> bool:
@@ -299,7 +294,7 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
     product = wgmma_source.product_dtype(spec)
     return (
         *attention_traits(spec, product, product, "swizzled"),
-        f"static constexpr bool approximates_tanh = {str(_approximates_tanh(spec.variant, product)).lower()};",
+        *tanh_trait(spec, product),
         *(f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ShortKeyProduct", "ValueProduct")),
     )
 

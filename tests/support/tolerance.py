@@ -9,8 +9,8 @@ Inputs are compared as stored, so they carry no error. These roundings remain.
   times that.
 * A score is a sum of head_dim products in fp32, then scaled, capped or shifted. Its absolute error s moves its weight
   by the factor 1 +- s, and the lse by at most s.
-* On Hopper, prefill with bf16 or e4m3 weights takes the card's tanh for a soft cap (approximates_tanh): a capped score
-  is then off by 2^-11 of itself.
+* On cards, prefill with bf16 or e4m3 weights takes the card's tanh for a soft cap (approximates_tanh): a capped score is
+  then off by 2^-11 of itself.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
   the root of the sum of (q k)^2, which is the spread of scores in the mean. Five standard deviations are allowed, of
   rows where that sum is four of its own above its mean; positions times frequencies are fp32 angles.
@@ -70,18 +70,19 @@ def has_fp8_products(case: Case, card: Device) -> bool:
 
 
 def approximates_tanh(case: Case, card: Device) -> bool:
-    """Whether prefill_sm90 computes a soft cap with tanh.approx: its weights are not fp16."""
+    """Whether a kernel that is limited by arithmetic may compute a soft cap with tanh.approx: its weights are not fp16.
+    attention_sm80 has such a loop for more than 16 rows, prefill_sm90 for more than decode_sm90 takes."""
     is_bf16 = case.q_dtype == "bfloat16" and case.kv_type != "float32"  # narrower K and V may be widened before
-    takes_it = bool(case.soft_cap) and card.has_wgmma and _is_prefill(case)
+    takes_it = bool(case.soft_cap) and card.sm > 0 and _is_prefill(case, 16)
     return takes_it and (is_bf16 or has_fp8_products(case, card))
 
 
-def _is_prefill(case: Case) -> bool:
-    """Whether there are more packed rows a request than decode kernels take."""
+def _is_prefill(case: Case, few_rows: int = 64) -> bool:
+    """Whether there are more packed rows a request than kernels for few rows take."""
     is_invariant, group = case.fixed_split_size and case.entry != "decode", case.num_q_heads // case.num_kv_heads
     if is_invariant:
         return group > 1
-    return group * typical_rows(case.q_lens, case.kv_lens, group=group, window_left=case.window_left) > 64
+    return group * typical_rows(case.q_lens, case.kv_lens, group=group, window_left=case.window_left) > few_rows
 
 
 def limits(case: Case, expected: State, *, fp8_products: bool = False, approximate_tanh: bool = False) -> Limits:
