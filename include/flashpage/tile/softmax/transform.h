@@ -3,6 +3,7 @@
 #include "flashpage/params/variant.h"
 #include "flashpage/ptx/math.h"
 #include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/softmax/half_scales.h"
 #include "flashpage/tile/softmax/soft_cap.h"
 #include "flashpage/tile/warp_rows.h"
 
@@ -56,12 +57,14 @@ FP_DEVICE float head_scale_of(const AttentionParams& params, const WorkItem& ite
 // Whether transform_scores has anything to do for a unit. The vote does not change the result, but tells the compiler
 // that the whole warp branches, so that nothing has to reconverge.
 template <class Traits>
-FP_DEVICE bool transforms_scores(float scale, bool by_head) {
-  return Traits::Variant::has_logit || by_head || __any_sync(0xffffffff, scales_first<Traits>(scale));
+FP_DEVICE bool transforms_scores(HalfScales scale) {
+  return Traits::Variant::has_logit ||
+         __any_sync(0xffffffff, scales_first<Traits>(scale[0]) || scales_first<Traits>(scale[1]));
 }
+// `scale`: without the scales of query heads.
 template <class Traits>
 FP_DEVICE bool transforms_scores(const AttentionParams& params, float scale) {
-  return transforms_scores<Traits>(scale, scales_heads(params));
+  return scales_heads(params) || transforms_scores<Traits>(scale);
 }
 
 // A factor of scores in addition to their scale: argument_scale, if a soft cap is the whole transform.
@@ -71,6 +74,12 @@ FP_DEVICE float first_factor(const VariantArgs& args) {
     return SoftCapOf<Traits>(Traits::Variant::soft_cap(args)).argument_scale;
   return 1.f;
 }
+// The factor that transform_scores applies before the variant's transform.
+template <class Traits>
+FP_DEVICE float first_scale_of(float score_scale, [[maybe_unused]] const VariantArgs& args) {
+  if constexpr (Traits::Variant::has_logit) return score_scale * first_factor<Traits>(args);
+  return scales_first<Traits>(score_scale) ? score_scale : 1.f;
+}
 
 // The properties of a row on which a transform depends.
 struct TransformedRow {
@@ -78,15 +87,8 @@ struct TransformedRow {
   i32 head, position;
 };
 
-// A function row_of(m, half) of the lane's rows; it is valid as long as `rows` is. `by_head`: `scale` lacks the scales
-// of query heads.
-FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows, bool by_head) {
-  const AttentionParams& params = rows.params;
-  return [&params, &rows, scale, by_head](int m, int half) {
-    const PackedRow row = rows.row(m, half);
-    const float row_scale = by_head ? head_scale_of(params, rows.item, row.head) * scale : scale;
-    return TransformedRow{row_scale, row.head, query_position(rows.item, row.row)};
-  };
+FP_DEVICE TransformedRow transformed_row(float scale, const WarpRows& rows, const PackedRow& row) {
+  return {scale, row.head, query_position(rows.item, row.row)};
 }
 
 // Whether a lane has registers to keep its TransformedRows from tile to tile. A soft cap takes them, because it keeps
@@ -99,10 +101,9 @@ template <class Traits>
 struct TransformedRows {
   TransformedRow row[2];
 
-  FP_DEVICE TransformedRows(float scale, const WarpRows& rows, bool by_head) {
-    const auto row_of = transformed_rows(scale, rows, by_head);
+  FP_DEVICE TransformedRows(HalfScales scale, const WarpRows& rows) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) row[half] = row_of(0, half);
+    for (int half = 0; half < 2; ++half) row[half] = transformed_row(scale[half], rows, rows.row(0, half));
   }
 };
 
@@ -168,12 +169,9 @@ FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][toke
   }
 }
 
-template <class Traits, int token_tiles>
-FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
-                                const WarpRows& rows, const VariantArgs& args, i32 first_token, bool by_head) {
-  float first_scale = scales_first<Traits>(scale) ? scale : 1.f;
-  if constexpr (Traits::Variant::has_logit) first_scale *= first_factor<Traits>(args);
-  const auto row_of = transformed_rows(first_scale, rows, by_head);
+template <class Traits, int token_tiles, class RowOf>
+FP_DEVICE void transform_rows(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
+                              const VariantArgs& args, i32 first_token, RowOf&& row_of) {
   if constexpr (Traits::Variant::has_logit) {
     transform_by_logit<Traits>(scores, rows, args, first_token, row_of);
   } else {
@@ -182,10 +180,25 @@ FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_
   }
 }
 
+// `scale`: without the scales of query heads, which multiply scores one by one.
 template <class Traits, int token_tiles>
 FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
                                 const WarpRows& rows, const VariantArgs& args, i32 first_token) {
-  transform_scores<Traits>(scores, scale, rows, args, first_token, scales_heads(rows.params));
+  const float first_scale = first_scale_of<Traits>(scale, args);
+  transform_rows<Traits>(scores, rows, args, first_token, [&](int m, int half) {
+    const PackedRow row = rows.row(m, half);
+    const bool by_head = scales_heads(rows.params);
+    const float row_scale = by_head ? head_scale_of(rows.params, rows.item, row.head) * first_scale : first_scale;
+    return transformed_row(row_scale, rows, row);
+  });
+}
+// `scale`: of the lane's rows in its one m16 tile.
+template <class Traits, int token_tiles>
+FP_DEVICE void transform_scores(float (&scores)[1][token_tiles][4], HalfScales scale, const WarpRows& rows,
+                                const VariantArgs& args, i32 first_token) {
+  transform_rows<Traits>(scores, rows, args, first_token, [&](int, int half) {
+    return transformed_row(first_scale_of<Traits>(scale[half], args), rows, rows.row(0, half));
+  });
 }
 
 }  // namespace flashpage
