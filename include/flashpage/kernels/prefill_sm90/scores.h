@@ -45,7 +45,7 @@ struct ScoreRules {
   const VariantArgs& args;
   const TiledPlace& tiled;
   WarpRows rows;
-  HalfScales scale;  // of the lane's rows, with the scales of their query heads
+  HalfScales scale;  // of the lane's two rows, with the scales of their query heads
   HalfScales softmax_scale;
   bool transforms;
   [[maybe_unused]] KeptRows kept_rows;
@@ -56,10 +56,11 @@ struct ScoreRules {
         args(args),
         tiled(pipeline.unit()),
         rows{params, tiled.place.item, tiled.place.unit, first_row, lane},
-        scale(scale_of(pipeline, first_row)),
-        softmax_scale(softmax_scale_of<Traits>(scale[0], args), softmax_scale_of<Traits>(scale[1], args)),
+        scale(scales_of(pipeline, first_row)),
+        softmax_scale{softmax_scale_of<Traits>(scale.of_half[0], args),
+                      softmax_scale_of<Traits>(scale.of_half[1], args)},
         transforms(transforms_scores<Traits>(scale)),
-        kept_rows(scale, rows) {}
+        kept_rows(scale, rows, args) {}
 
   // Leaves a tile unchanged that needs neither transform nor mask.
   FP_DEVICE void apply(auto& scores, UnitTiles<Traits>& tiles) const {
@@ -92,10 +93,10 @@ struct ScoreRules {
   }
 
  private:
-  FP_DEVICE HalfScales scale_of(const Pipeline<Traits>& pipeline, int first_row) const {
+  FP_DEVICE HalfScales scales_of(const Pipeline<Traits>& pipeline, int first_row) const {
     float scale = score_scale_of<Traits>(params, tiled.place.item, tiled.place.unit);
     if constexpr (Warps::converts) scale *= pipeline.query_factor(first_row / 16);
-    if (!scales_heads(params)) return scale;
+    if (!scales_heads(params)) return {scale, scale};
     const auto head_scale = [&](int half) { return head_scale_of(params, tiled.place.item, rows.row(0, half).head); };
     return {scale * head_scale(0), scale * head_scale(1)};
   }

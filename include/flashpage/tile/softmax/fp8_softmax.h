@@ -27,14 +27,13 @@ struct Fp8Softmax : SoftmaxState<row_tiles> {
 
   // Whether the maximum of a row of the warp moved: values are then rescaled by `factor`.
   template <int token_tiles>
-  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], HalfScales scale,
-                       float (&factor)[row_tiles][2]) {
+  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], auto scale, float (&factor)[row_tiles][2]) {
     return Base::raise(scores, scale, factor, headroom);
   }
   // As SoftmaxState::update.
   template <int token_tiles, int value_tiles>
   FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4],
-                        HalfScales scale) {
+                        auto scale) {
     float factor[row_tiles][2];
     if (raise(scores, scale, factor)) this->rescale(values, factor);
     this->exponentiate(scores, scale, lift);
@@ -54,8 +53,10 @@ struct Fp8SoftmaxInParts : Fp8Softmax<1> {
 #pragma unroll
     for (int n = now * 4; n < steps * 4; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) exponents[n - now * 4][e] = fmaf(scores[0][n][e], scale[e / 2], -origin[e / 2]);
-    pack<Fp8, 0, now>(probabilities, [&](int n, int e) { return fmaf(scores[0][n][e], scale[e / 2], -origin[e / 2]); });
+      for (int e = 0; e < 4; ++e)
+        exponents[n - now * 4][e] = fmaf(scores[0][n][e], scale.of_half[e / 2], -origin[e / 2]);
+    pack<Fp8, 0, now>(probabilities,
+                      [&](int n, int e) { return fmaf(scores[0][n][e], scale.of_half[e / 2], -origin[e / 2]); });
   }
   // Computes and packs the probabilities of the last `later` steps.
   template <class Fp8, int later, int steps>

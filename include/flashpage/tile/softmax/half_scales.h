@@ -7,10 +7,10 @@ namespace flashpage {
 
 struct HalfScales {
   float of_half[2];
-
-  FP_DEVICE HalfScales(float both) : of_half{both, both} {}
-  FP_DEVICE HalfScales(float first, float second) : of_half{first, second} {}
-  FP_DEVICE float operator[](int half) const { return of_half[half]; }
 };
+
+// The factor of a row: functions of the softmax take HalfScales, or a number for all rows.
+FP_DEVICE float scale_of(float scale, int) { return scale; }
+FP_DEVICE float scale_of(const HalfScales& scales, int half) { return scales.of_half[half]; }
 
 }  // namespace flashpage

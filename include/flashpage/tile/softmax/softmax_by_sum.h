@@ -55,8 +55,8 @@ struct SoftmaxBySum {
       sums[half] = 0.f;
 #pragma unroll
       for (int n = 0; n < token_tiles; ++n) {
-        const float a = ptx::exp2_approx(fmaf(scores[0][n][half * 2], scale[half], -origin));
-        const float b = ptx::exp2_approx(fmaf(scores[0][n][half * 2 + 1], scale[half], -origin));
+        const float a = ptx::exp2_approx(fmaf(scores[0][n][half * 2], scale.of_half[half], -origin));
+        const float b = ptx::exp2_approx(fmaf(scores[0][n][half * 2 + 1], scale.of_half[half], -origin));
         probabilities.fragment[n / 2][0][n % 2 * 2 + half] = ptx::pack2<typename Shape<Traits>::Probability>(a, b);
         sums[half] += a + b;
       }

@@ -59,12 +59,13 @@ FP_DEVICE float head_scale_of(const AttentionParams& params, const WorkItem& ite
 template <class Traits>
 FP_DEVICE bool transforms_scores(HalfScales scale) {
   return Traits::Variant::has_logit ||
-         __any_sync(0xffffffff, scales_first<Traits>(scale[0]) || scales_first<Traits>(scale[1]));
+         __any_sync(0xffffffff, scales_first<Traits>(scale.of_half[0]) || scales_first<Traits>(scale.of_half[1]));
 }
 // `scale`: without the scales of query heads.
 template <class Traits>
 FP_DEVICE bool transforms_scores(const AttentionParams& params, float scale) {
-  return scales_heads(params) || transforms_scores<Traits>(scale);
+  const bool by_head = scales_heads(params);
+  return Traits::Variant::has_logit || by_head || __any_sync(0xffffffff, scales_first<Traits>(scale));
 }
 
 // A factor of scores in addition to their scale: argument_scale, if a soft cap is the whole transform.
@@ -74,7 +75,7 @@ FP_DEVICE float first_factor(const VariantArgs& args) {
     return SoftCapOf<Traits>(Traits::Variant::soft_cap(args)).argument_scale;
   return 1.f;
 }
-// The factor that transform_scores applies before the variant's transform.
+// The factor that transform_scores applies, before the transform if there is one.
 template <class Traits>
 FP_DEVICE float first_scale_of(float score_scale, [[maybe_unused]] const VariantArgs& args) {
   if constexpr (Traits::Variant::has_logit) return score_scale * first_factor<Traits>(args);
@@ -87,8 +88,26 @@ struct TransformedRow {
   i32 head, position;
 };
 
-FP_DEVICE TransformedRow transformed_row(float scale, const WarpRows& rows, const PackedRow& row) {
-  return {scale, row.head, query_position(rows.item, row.row)};
+// A function row_of(m, half) of the lane's rows, with the scales that transform_scores applies; it is valid as long as
+// its arguments are. `scale` is a number without the scales of query heads, or HalfScales of one m16 tile with them.
+template <class Traits>
+FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows, const VariantArgs& args) {
+  const AttentionParams& params = rows.params;
+  const bool by_head = scales_heads(params);
+  scale = first_scale_of<Traits>(scale, args);
+  return [&params, &rows, scale, by_head](int m, int half) {
+    const PackedRow row = rows.row(m, half);
+    const float row_scale = by_head ? head_scale_of(params, rows.item, row.head) * scale : scale;
+    return TransformedRow{row_scale, row.head, query_position(rows.item, row.row)};
+  };
+}
+template <class Traits>
+FP_DEVICE auto transformed_rows(const HalfScales& scale, const WarpRows& rows, const VariantArgs& args) {
+  return [&rows, &args, &scale](int m, int half) {
+    const PackedRow row = rows.row(m, half);
+    const float row_scale = first_scale_of<Traits>(scale.of_half[half], args);
+    return TransformedRow{row_scale, row.head, query_position(rows.item, row.row)};
+  };
 }
 
 // Whether a lane has registers to keep its TransformedRows from tile to tile. A soft cap takes them, because it keeps
@@ -101,9 +120,10 @@ template <class Traits>
 struct TransformedRows {
   TransformedRow row[2];
 
-  FP_DEVICE TransformedRows(HalfScales scale, const WarpRows& rows) {
+  FP_DEVICE TransformedRows(const HalfScales& scale, const WarpRows& rows, const VariantArgs& args) {
+    const auto row_of = transformed_rows<Traits>(scale, rows, args);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) row[half] = transformed_row(scale[half], rows, rows.row(0, half));
+    for (int half = 0; half < 2; ++half) row[half] = row_of(0, half);
   }
 };
 
@@ -169,36 +189,16 @@ FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][toke
   }
 }
 
-template <class Traits, int token_tiles, class RowOf>
-FP_DEVICE void transform_rows(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
-                              const VariantArgs& args, i32 first_token, RowOf&& row_of) {
+template <class Traits, int token_tiles>
+FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const auto& scale,
+                                const WarpRows& rows, const VariantArgs& args, i32 first_token) {
+  const auto row_of = transformed_rows<Traits>(scale, rows, args);
   if constexpr (Traits::Variant::has_logit) {
     transform_by_logit<Traits>(scores, rows, args, first_token, row_of);
   } else {
     transform_each<Traits>(scores, first_token, rows.lane, row_of,
                            [](float score, const TransformedRow&, vm::Token) { return score; });
   }
-}
-
-// `scale`: without the scales of query heads, which multiply scores one by one.
-template <class Traits, int token_tiles>
-FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
-                                const WarpRows& rows, const VariantArgs& args, i32 first_token) {
-  const float first_scale = first_scale_of<Traits>(scale, args);
-  transform_rows<Traits>(scores, rows, args, first_token, [&](int m, int half) {
-    const PackedRow row = rows.row(m, half);
-    const bool by_head = scales_heads(rows.params);
-    const float row_scale = by_head ? head_scale_of(rows.params, rows.item, row.head) * first_scale : first_scale;
-    return transformed_row(row_scale, rows, row);
-  });
-}
-// `scale`: of the lane's rows in its one m16 tile.
-template <class Traits, int token_tiles>
-FP_DEVICE void transform_scores(float (&scores)[1][token_tiles][4], HalfScales scale, const WarpRows& rows,
-                                const VariantArgs& args, i32 first_token) {
-  transform_rows<Traits>(scores, rows, args, first_token, [&](int, int half) {
-    return transformed_row(first_scale_of<Traits>(scale[half], args), rows, rows.row(0, half));
-  });
 }
 
 }  // namespace flashpage
