@@ -3,9 +3,10 @@
 A row's ratio is the time of its first column over that of its second: 1 means that the variant (the option) is free.
 The two are timed alternately by the clock of gpu.py: decode as a graph's replay after a flush of the L2. Masks use the
 prefill wrapper, for decode too. Longer prompts: `options --only RoPE --cases 16k,4x4k,16k-pages,4x4k-pages`; custom
-masks: `options --only "causal as" --cases 16k,4x4k,32x512,4x4k-dim-64,4x4k-dim-256`. `--peer flashinfer` adds the
-time of options by another library of this interface (its backend fa2). --device cpu` shows that the program works,
-nothing else.
+masks: `options --only "causal as" --cases 16k,4x4k,32x512,4x4k-dim-64,4x4k-dim-256`; scales by head in groups of 4, 5
+and 16: `options --only scales --cases 16k,16k-group-5,16k-group-16`, with `-e4m3` after a name for e4m3 queries and
+cache. `--peer flashinfer` adds the time of options by another library of this interface (its backend fa2). `--device
+cpu` shows that the program works, nothing else.
 """
 
 from __future__ import annotations
@@ -43,6 +44,21 @@ MORE_CASES = {  # for --cases
     "4x4k-dim-64": Case("prefill, ragged 4 x 4k, dim 64", 4, 4096, 4096, head_dim=64, page_size=0),
     "4x4k-dim-256": Case("prefill, ragged 4 x 4k, dim 256", 4, 4096, 4096, head_dim=256, page_size=0),
 }
+E4M3 = torch.float8_e4m3fn
+_OF_SCALES = ("16k", "4x4k-pages")
+MORE_CASES |= {
+    f"{name}-group-{q // kv}": dataclasses.replace(
+        case, name=f"{case.name}, {q}/{kv} heads", num_q_heads=q, num_kv_heads=kv
+    )
+    for name, case in MORE_CASES.items()
+    if name in _OF_SCALES
+    for q, kv in ((40, 8), (64, 4))
+}
+MORE_CASES |= {
+    f"{name}-e4m3": dataclasses.replace(case, name=f"{case.name}, e4m3", q_dtype=E4M3, kv_dtype=E4M3)
+    for name, case in MORE_CASES.items()
+    if name.startswith(_OF_SCALES)
+}
 LEAST_RATIO = 0.95  # bound for user's variants
 CAP, DOCUMENTS, ROUNDS = 30.0, 8, 3
 WINDOWS = (512, 1024, 4096)
@@ -54,7 +70,7 @@ class Setting:
 
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
-    kv_dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None  # None: the case's
     causal: bool = True
     as_prefill: bool = False  # decode through the paged prefill wrapper, which prefill rows use in any case
 
@@ -80,14 +96,15 @@ class Workload:
         case, batch, module = self.case, self.batch, importlib.import_module(library)
         backend = {} if library == "flashpage" else {"backend": "fa2"}
         heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
-        values = {"q_data_type": torch.bfloat16, "kv_data_type": setting.kv_dtype, **setting.plan}
+        kv_dtype = setting.kv_dtype or case.kv_dtype
+        values = {"q_data_type": case.q_dtype, "kv_data_type": kv_dtype, **setting.plan}
         if not case.page_size:
             ragged = module.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, **backend)
             ragged.plan(batch.q_indptr, batch.kv_indptr, *heads, causal=setting.causal, **values)
-            k, v = batch.k.to(setting.kv_dtype), batch.v.to(setting.kv_dtype)
+            k, v = batch.k.to(kv_dtype), batch.v.to(kv_dtype)
             return lambda: output(ragged.run(batch.q, k, v, **setting.run))
         pages = (batch.table.indptr, batch.table.indices, batch.table.last_page_len)
-        cache = batch.cache.to(setting.kv_dtype)
+        cache = batch.cache.to(kv_dtype)
         if setting.as_prefill or self.q_len > 1:
             wrapper = module.BatchPrefillWithPagedKVCacheWrapper(self.workspace, **backend)
             wrapper.plan(batch.q_indptr, *pages, *heads, case.page_size, causal=setting.causal, **values)
@@ -175,7 +192,7 @@ def options(work: Workload) -> list[Row]:
         "scales, numbers": Setting(run={"q_scale": 0.9, "k_scale": 1.1, "v_scale": 1.2}),
         "scales, a tensor of one a head": Setting(run=per_head),
         "LSE": Setting(run={"return_lse": True}),
-        "e4m3 KV": Setting(kv_dtype=torch.float8_e4m3fn),
+        "e4m3 KV": Setting(kv_dtype=E4M3),
         "e5m2 KV": Setting(kv_dtype=torch.float8_e5m2),
     }
     pairs = work.case.visible(work.q_len, work.kv_len)

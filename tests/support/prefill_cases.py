@@ -26,14 +26,6 @@ CASES = [
     prefill("host-sinks", "scores that exceed the sinks", (40,), (500,), sinks=True, sm_scale=1.0, **BF16),
     prefill("host-scales", "scales by head in a lane's scale", (40,), (450,), scales="per_head", **BF16),
     prefill("host-signs", "some of them negative", (40,), (450,), scales="signs", **BF16),
-    prefill(
-        "host-scales-group-5",
-        "scores are scaled by their row's head",
-        (60,),
-        (250,),
-        scales="per_head",
-        **{**BF16, "num_q_heads": 10},
-    ),
     prefill("host-scale", "scores are scaled first", (40,), (450,), sm_scale=-0.3, **BF16),
     prefill("host-empty", "rows that see nothing", (20, 20, 10), (0, 30, 0), **BF16),
     prefill("host-dim-64", "four heads in each block of rows", (70,), (300,), page_size=64, **{**BF16, "head_dim": 64}),
@@ -326,6 +318,22 @@ CASES += [
     prefill("host-o8-fp8", "K and V are converted", (70, 9), (300, 33), **{**O8, "kv_dtype": "float8_e4m3fn"}),
     prefill("host-o8-q8", "a lane has four neighbouring columns", (70, 33, 0), (300, 33, 9), **{**O8, **Q8}),
     prefill("host-o8-q8-dim-96", "the same", (40,), (300,), **{**O8, **Q8, "head_dim": 96, "o_scale": "small"}),
+]
+
+# Scales by head where eight rows are not whole groups: a lane's rows, which are eight apart, may have different heads.
+HEAD_SCALES: dict[str, Any] = {"q_lens": (60,), "kv_lens": (250,), "scales": "per_head"}
+SIGNS: dict[str, Any] = {**HEAD_SCALES, "scales": "signs"}
+CASES += [
+    prefill("host-scales-group-5", "units of 125 rows", **HEAD_SCALES, **{**BF16, "num_q_heads": 10}),
+    prefill("host-scales-group-16", "each row has another head", **HEAD_SCALES, **{**BF16, "num_q_heads": 32}),
+    prefill("host-scales-mask", "mask bits", **HEAD_SCALES, **{**MASK, "num_q_heads": 10}),
+    prefill("host-scales-cap", "before the cap", soft_cap=3.0, **HEAD_SCALES, **{**BF16, "num_q_heads": 10}),
+    prefill("host-scales-alibi", "before ALiBi", position="ALIBI", **HEAD_SCALES, **{**BF16, "num_q_heads": 10}),
+    prefill("host-signs-group-3", "scores are scaled before the softmax", **SIGNS, **{**BF16, "num_q_heads": 6}),
+    prefill("host-fp8-scales-group-12", "K and V are converted", **HEAD_SCALES, **{**FP8, "num_q_heads": 24}),
+    prefill("host-q8-scales-group-5", "exponents that wait", **HEAD_SCALES, **{**Q8, "num_q_heads": 10}),
+    prefill("host-q8-scales-group-16", "each row has another head", **HEAD_SCALES, **{**Q8, "num_q_heads": 32}),
+    prefill("host-q8-signs-group-6", "scores are scaled before the softmax", **SIGNS, **{**Q8, "num_q_heads": 12}),
 ]
 
 # Builds for head dims and combinations, whose paths other rows take too.

@@ -25,6 +25,17 @@ def dims() -> list[Case]:
     ]
 
 
+def scaled_groups(name: str, **options: Any) -> list[Case]:
+    """Scales by head in groups that do not divide eight: rows eight apart, which a lane has, are of different heads."""
+    return [
+        prefill(
+            *(f"{name}-{scales.replace('_', '-')}-group-{group}", "scales of different heads"),
+            **options | {"num_q_heads": 2 * group, "scales": scales},
+        )
+        for group, scales in ((3, "per_head"), (6, "per_head"), (12, "per_head"), (16, "per_head"), (3, "signs"))
+    ]
+
+
 def forms() -> list[Case]:
     wide: dict[str, Any] = {"head_dim": 128, **BATCH}
     return [
@@ -43,6 +54,7 @@ def forms() -> list[Case]:
             "fp8-prefill-strides", "q is a slice of a QKV row", q_strides="fused_qkv", outputs="strided", **wide, **E4M3
         ),
         prefill("fp8-prefill-group-5", "a group whose rows cross tiles", **{**wide, "num_q_heads": 10}, **E4M3),
+        *scaled_groups("fp8-prefill", **wide, **E4M3),
         prefill(
             "fp8-q5m2-prefill",
             "e5m2 queries and cache",
@@ -96,6 +108,11 @@ def products() -> list[Case]:
             "fp8-q8-prefill-strides", "q is a slice of a QKV row", q_strides="fused_qkv", outputs="strided", **wide
         ),
         prefill("fp8-q8-prefill-group-5", "a group whose rows cross tiles", **{**wide, "num_q_heads": 10}),
+        *scaled_groups("fp8-q8-prefill", **wide),
+        prefill(
+            *("fp8-q8-prefill-cap-group-5", "scales by head before the cap"),
+            **wide | {"num_q_heads": 10, "soft_cap": 5.0, "scales": "per_head"},
+        ),
         prefill("fp8-q8-prefill-window", "tokens left of the window are NaN", window_left=50, hidden_nan=True, **wide),
         prefill("fp8-q8-prefill-cap", "scores go through the soft cap", soft_cap=5.0, scales="float", **wide),
         prefill("fp8-q8-prefill-alibi", "ALiBi's tensor of slopes", position="ALIBI", **batch),

@@ -131,6 +131,10 @@ def head_rows() -> list[Case]:
         why = "group sizes that do and do not divide a row tile"
         rows.append(decode(f"group-{group}-decode", why, (65, 0, 9), reduced=group in (3, 128), **heads))
         rows.append(prefill(f"group-{group}-prefill", why, (30, 3), (41, 70), causal=True, **heads))
+    for group in (3, 6, 12, 16):
+        heads = {"num_q_heads": group * 2, "num_kv_heads": 2}
+        why = "scales by head for neighbouring rows of different heads"
+        rows.append(prefill(f"group-{group}-scales", why, (90, 3), (141, 70), causal=True, scales="per_head", **heads))
     heads = {"num_q_heads": 32, "num_kv_heads": 8}
     rows.append(decode("heads-32-8", "a model's own head counts", (129, 300, 1, 64), **heads))
     rows.append(decode("heads-40-40", "many KV heads, no grouping", (33, 80), num_q_heads=40, num_kv_heads=40))

@@ -45,12 +45,8 @@ struct ScoreRules {
   const VariantArgs& args;
   const TiledPlace& tiled;
   WarpRows rows;
-  // Whether scores are multiplied by the scale of their query head one by one, which takes 10 to 14% longer
-  // (docs/tried.md). If eight rows are whole groups, both rows of a lane, which are eight apart, have one head, and
-  // `scale` includes its scale.
-  bool by_head;
-  float scale;
-  float softmax_scale;
+  HalfScales scale;  // of the lane's two rows, with the scales of their query heads
+  HalfScales softmax_scale;
   bool transforms;
   [[maybe_unused]] KeptRows kept_rows;
 
@@ -60,11 +56,11 @@ struct ScoreRules {
         args(args),
         tiled(pipeline.unit()),
         rows{params, tiled.place.item, tiled.place.unit, first_row, lane},
-        by_head(scales_heads(params) && (Traits::Variant::has_logit || 8 % params.group.divisor != 0)),
-        scale(scale_of(pipeline, first_row)),
-        softmax_scale(softmax_scale_of<Traits>(scale, args)),
-        transforms(transforms_scores<Traits>(scale, by_head)),
-        kept_rows(scale, rows, by_head) {}
+        scale(scales_of(pipeline, first_row)),
+        softmax_scale{softmax_scale_of<Traits>(scale.of_half[0], args),
+                      softmax_scale_of<Traits>(scale.of_half[1], args)},
+        transforms(transforms_scores<Traits>(scale)),
+        kept_rows(scale, rows, args) {}
 
   // Leaves a tile unchanged that needs neither transform nor mask.
   FP_DEVICE void apply(auto& scores, UnitTiles<Traits>& tiles) const {
@@ -77,7 +73,7 @@ struct ScoreRules {
     if constexpr (keeps_rows) {
       transform_by_logit<Traits>(scores, rows, args, first, [&](int, int half) { return kept_rows.row[half]; });
     } else if (transforms) {
-      transform_scores<Traits>(scores, scale, rows, args, first, by_head);
+      transform_scores<Traits>(scores, scale, rows, args, first);
     }
     if constexpr (has_lane_bits<Traits> && !Traits::Variant::has_mask) {
       const LaneBits bits(tiled.lane_bits, tiled.place.item.kv_len, tokens);
@@ -89,7 +85,7 @@ struct ScoreRules {
   }
   // As apply, in two steps, so that no register of the masks is live during the transform. Not for mask tiles.
   FP_DEVICE void transform(auto& scores, const UnitTiles<Traits>& tiles) const {
-    if (transforms) transform_scores<Traits>(scores, scale, rows, args, tiles.first, by_head);
+    if (transforms) transform_scores<Traits>(scores, scale, rows, args, tiles.first);
   }
   FP_DEVICE void mask(auto& scores, const UnitTiles<Traits>& tiles) const {
     if (masks_all || tiles.first < tiles.tokens.clear_begin || tiles.first > tiles.tokens.clear_end)
@@ -97,11 +93,12 @@ struct ScoreRules {
   }
 
  private:
-  FP_DEVICE float scale_of(const Pipeline<Traits>& pipeline, int first_row) const {
+  FP_DEVICE HalfScales scales_of(const Pipeline<Traits>& pipeline, int first_row) const {
     float scale = score_scale_of<Traits>(params, tiled.place.item, tiled.place.unit);
     if constexpr (Warps::converts) scale *= pipeline.query_factor(first_row / 16);
-    if (scales_heads(params) && !by_head) scale *= head_scale_of(params, tiled.place.item, rows.row(0, 0).head);
-    return scale;
+    if (!scales_heads(params)) return {scale, scale};
+    const auto head_scale = [&](int half) { return head_scale_of(params, tiled.place.item, rows.row(0, half).head); };
+    return {scale * head_scale(0), scale * head_scale(1)};
   }
 };
 

@@ -27,13 +27,13 @@ struct Fp8Softmax : SoftmaxState<row_tiles> {
 
   // Whether the maximum of a row of the warp moved: values are then rescaled by `factor`.
   template <int token_tiles>
-  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2]) {
+  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], auto scale, float (&factor)[row_tiles][2]) {
     return Base::raise(scores, scale, factor, headroom);
   }
   // As SoftmaxState::update.
   template <int token_tiles, int value_tiles>
   FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4],
-                        float scale) {
+                        auto scale) {
     float factor[row_tiles][2];
     if (raise(scores, scale, factor)) this->rescale(values, factor);
     this->exponentiate(scores, scale, lift);
@@ -47,14 +47,16 @@ struct Fp8SoftmaxInParts : Fp8Softmax<1> {
   // registers are free.
   template <class Fp8, int later, int steps>
   FP_DEVICE void soften(u32 (&probabilities)[steps][4], float (&exponents)[max_of(later, 1) * 4][4],
-                        const float (&scores)[1][steps * 4][4], float scale) {
+                        const float (&scores)[1][steps * 4][4], HalfScales scale) {
     constexpr int now = steps - later;
     const float origin[2] = {finite_or_zero(maximum[0][0]) - lift, finite_or_zero(maximum[0][1]) - lift};
 #pragma unroll
     for (int n = now * 4; n < steps * 4; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) exponents[n - now * 4][e] = fmaf(scores[0][n][e], scale, -origin[e / 2]);
-    pack<Fp8, 0, now>(probabilities, [&](int n, int e) { return fmaf(scores[0][n][e], scale, -origin[e / 2]); });
+      for (int e = 0; e < 4; ++e)
+        exponents[n - now * 4][e] = fmaf(scores[0][n][e], scale.of_half[e / 2], -origin[e / 2]);
+    pack<Fp8, 0, now>(probabilities,
+                      [&](int n, int e) { return fmaf(scores[0][n][e], scale.of_half[e / 2], -origin[e / 2]); });
   }
   // Computes and packs the probabilities of the last `later` steps.
   template <class Fp8, int later, int steps>

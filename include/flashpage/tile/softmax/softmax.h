@@ -2,6 +2,7 @@
 // four lanes of a quad share a row. Running sums stay per lane until the end.
 #pragma once
 #include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/softmax/half_scales.h"
 #include "flashpage/tile/softmax/state_weight.h"
 
 namespace flashpage {
@@ -33,7 +34,7 @@ struct SoftmaxState {
   // Turns scores to probabilities relative to the maximum. `scale` converts raw scores to base 2.
   template <int token_tiles, int value_tiles>
   FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4],
-                        float scale) {
+                        auto scale) {
     float factor[row_tiles][2];
     if (raise(scores, scale, factor)) rescale(values, factor);
     exponentiate(scores, scale);
@@ -43,7 +44,7 @@ struct SoftmaxState {
   // by `factor` (returns true), only if a row of the warp exceeded it by 2^headroom. After the first tiles that is
   // rare, and 256 times larger probabilities cost fp32 sums and 16-bit factors no precision.
   template <int token_tiles>
-  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2],
+  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], auto scale, float (&factor)[row_tiles][2],
                        float headroom = 8.f) {
     float top[row_tiles][2];  // of this lane's scores: no exchange is needed to find that nothing moves
     bool outgrown = false;
@@ -52,7 +53,7 @@ struct SoftmaxState {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         top[m][half] = lane_maximum(scores[m], half);
-        outgrown = outgrown || top[m][half] * scale > maximum[m][half] + headroom;
+        outgrown = outgrown || top[m][half] * scale_of(scale, half) > maximum[m][half] + headroom;
       }
     if (!__any_sync(0xffffffff, outgrown)) return false;
     move_to(top, scale, factor);
@@ -61,7 +62,7 @@ struct SoftmaxState {
 
   // As raise, but the maximum always moves.
   template <int token_tiles>
-  FP_DEVICE void move(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2]) {
+  FP_DEVICE void move(const float (&scores)[row_tiles][token_tiles][4], auto scale, float (&factor)[row_tiles][2]) {
     float top[row_tiles][2];
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
@@ -82,7 +83,7 @@ struct SoftmaxState {
 
   // The second part of update, from token tile `first` on. Probabilities are multiplied by 2^lift.
   template <int first = 0, int token_tiles>
-  FP_DEVICE void exponentiate(float (&scores)[row_tiles][token_tiles][4], float scale, float lift = 0.f) {
+  FP_DEVICE void exponentiate(float (&scores)[row_tiles][token_tiles][4], auto scale, float lift = 0.f) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
@@ -92,8 +93,8 @@ struct SoftmaxState {
         float total = sum[m][half];
 #pragma unroll
         for (int n = first; n < token_tiles; ++n) {
-          scores[m][n][e] = ptx::exp2_approx(fmaf(scores[m][n][e], scale, -origin));
-          scores[m][n][e + 1] = ptx::exp2_approx(fmaf(scores[m][n][e + 1], scale, -origin));
+          scores[m][n][e] = ptx::exp2_approx(fmaf(scores[m][n][e], scale_of(scale, half), -origin));
+          scores[m][n][e + 1] = ptx::exp2_approx(fmaf(scores[m][n][e + 1], scale_of(scale, half), -origin));
           total += scores[m][n][e] + scores[m][n][e + 1];
         }
         sum[m][half] = total;
@@ -115,12 +116,12 @@ struct SoftmaxState {
   }
 
   // `top`: maxima of this lane's scores.
-  FP_DEVICE void move_to(const float (&top)[row_tiles][2], float scale, float (&factor)[row_tiles][2]) {
+  FP_DEVICE void move_to(const float (&top)[row_tiles][2], auto scale, float (&factor)[row_tiles][2]) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float next = fmaxf(maximum[m][half], quad_max(top[m][half]) * scale);
+        float next = fmaxf(maximum[m][half], quad_max(top[m][half]) * scale_of(scale, half));
         factor[m][half] = state_weight(maximum[m][half], next);
         maximum[m][half] = next;
         sum[m][half] *= factor[m][half];

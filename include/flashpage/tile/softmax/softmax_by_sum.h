@@ -17,7 +17,7 @@ struct SoftmaxBySum {
   // The first tile of a unit, whose rows have no origin yet.
   template <int token_tiles, class Probabilities>
   FP_DEVICE static void begin(SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
-                              Probabilities& probabilities, float scale) {
+                              Probabilities& probabilities, HalfScales scale) {
     float factor[1][2], sums[2];
     state.move(scores, scale, factor);
     exponentiate(state, scores, probabilities, scale, sums);
@@ -28,7 +28,7 @@ struct SoftmaxBySum {
   // Another tile. Returns whether values must be rescaled by `factor`.
   template <int token_tiles, class Probabilities>
   FP_DEVICE static bool run(SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
-                            Probabilities& probabilities, float scale, float (&factor)[1][2]) {
+                            Probabilities& probabilities, HalfScales scale, float (&factor)[1][2]) {
     float sums[2];
     exponentiate(state, scores, probabilities, scale, sums);
     const bool is_outgrown = !(sums[0] <= sum_limit && sums[1] <= sum_limit);  // or NaN
@@ -45,7 +45,7 @@ struct SoftmaxBySum {
  private:
   template <int token_tiles, class Probabilities>
   FP_DEVICE static void exponentiate(const SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
-                                     Probabilities& probabilities, float scale, float (&sums)[2]) {
+                                     Probabilities& probabilities, HalfScales scale, float (&sums)[2]) {
     // The origin of a row that has seen nothing: any visible score exceeds it, and hidden scores still give zero.
     constexpr float unset = -1e30f;
 #pragma unroll
@@ -55,8 +55,8 @@ struct SoftmaxBySum {
       sums[half] = 0.f;
 #pragma unroll
       for (int n = 0; n < token_tiles; ++n) {
-        const float a = ptx::exp2_approx(fmaf(scores[0][n][half * 2], scale, -origin));
-        const float b = ptx::exp2_approx(fmaf(scores[0][n][half * 2 + 1], scale, -origin));
+        const float a = ptx::exp2_approx(fmaf(scores[0][n][half * 2], scale.of_half[half], -origin));
+        const float b = ptx::exp2_approx(fmaf(scores[0][n][half * 2 + 1], scale.of_half[half], -origin));
         probabilities.fragment[n / 2][0][n % 2 * 2 + half] = ptx::pack2<typename Shape<Traits>::Probability>(a, b);
         sums[half] += a + b;
       }

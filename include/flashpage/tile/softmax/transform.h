@@ -3,6 +3,7 @@
 #include "flashpage/params/variant.h"
 #include "flashpage/ptx/math.h"
 #include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/softmax/half_scales.h"
 #include "flashpage/tile/softmax/soft_cap.h"
 #include "flashpage/tile/warp_rows.h"
 
@@ -56,12 +57,15 @@ FP_DEVICE float head_scale_of(const AttentionParams& params, const WorkItem& ite
 // Whether transform_scores has anything to do for a unit. The vote does not change the result, but tells the compiler
 // that the whole warp branches, so that nothing has to reconverge.
 template <class Traits>
-FP_DEVICE bool transforms_scores(float scale, bool by_head) {
-  return Traits::Variant::has_logit || by_head || __any_sync(0xffffffff, scales_first<Traits>(scale));
+FP_DEVICE bool transforms_scores(HalfScales scale) {
+  return Traits::Variant::has_logit ||
+         __any_sync(0xffffffff, scales_first<Traits>(scale.of_half[0]) || scales_first<Traits>(scale.of_half[1]));
 }
+// `scale`: without the scales of query heads.
 template <class Traits>
 FP_DEVICE bool transforms_scores(const AttentionParams& params, float scale) {
-  return transforms_scores<Traits>(scale, scales_heads(params));
+  const bool by_head = scales_heads(params);
+  return Traits::Variant::has_logit || by_head || __any_sync(0xffffffff, scales_first<Traits>(scale));
 }
 
 // A factor of scores in addition to their scale: argument_scale, if a soft cap is the whole transform.
@@ -71,6 +75,12 @@ FP_DEVICE float first_factor(const VariantArgs& args) {
     return SoftCapOf<Traits>(Traits::Variant::soft_cap(args)).argument_scale;
   return 1.f;
 }
+// The factor that transform_scores applies, before the transform if there is one.
+template <class Traits>
+FP_DEVICE float first_scale_of(float score_scale, [[maybe_unused]] const VariantArgs& args) {
+  if constexpr (Traits::Variant::has_logit) return score_scale * first_factor<Traits>(args);
+  return scales_first<Traits>(score_scale) ? score_scale : 1.f;
+}
 
 // The properties of a row on which a transform depends.
 struct TransformedRow {
@@ -78,13 +88,24 @@ struct TransformedRow {
   i32 head, position;
 };
 
-// A function row_of(m, half) of the lane's rows; it is valid as long as `rows` is. `by_head`: `scale` lacks the scales
-// of query heads.
-FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows, bool by_head) {
+// A function row_of(m, half) of the lane's rows, with the scales that transform_scores applies; it is valid as long as
+// its arguments are. `scale` is a number without the scales of query heads, or HalfScales of one m16 tile with them.
+template <class Traits>
+FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows, const VariantArgs& args) {
   const AttentionParams& params = rows.params;
+  const bool by_head = scales_heads(params);
+  scale = first_scale_of<Traits>(scale, args);
   return [&params, &rows, scale, by_head](int m, int half) {
     const PackedRow row = rows.row(m, half);
     const float row_scale = by_head ? head_scale_of(params, rows.item, row.head) * scale : scale;
+    return TransformedRow{row_scale, row.head, query_position(rows.item, row.row)};
+  };
+}
+template <class Traits>
+FP_DEVICE auto transformed_rows(const HalfScales& scale, const WarpRows& rows, const VariantArgs& args) {
+  return [&rows, &args, &scale](int m, int half) {
+    const PackedRow row = rows.row(m, half);
+    const float row_scale = first_scale_of<Traits>(scale.of_half[half], args);
     return TransformedRow{row_scale, row.head, query_position(rows.item, row.row)};
   };
 }
@@ -99,8 +120,8 @@ template <class Traits>
 struct TransformedRows {
   TransformedRow row[2];
 
-  FP_DEVICE TransformedRows(float scale, const WarpRows& rows, bool by_head) {
-    const auto row_of = transformed_rows(scale, rows, by_head);
+  FP_DEVICE TransformedRows(const HalfScales& scale, const WarpRows& rows, const VariantArgs& args) {
+    const auto row_of = transformed_rows<Traits>(scale, rows, args);
 #pragma unroll
     for (int half = 0; half < 2; ++half) row[half] = row_of(0, half);
   }
@@ -169,23 +190,15 @@ FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][toke
 }
 
 template <class Traits, int token_tiles>
-FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
-                                const WarpRows& rows, const VariantArgs& args, i32 first_token, bool by_head) {
-  float first_scale = scales_first<Traits>(scale) ? scale : 1.f;
-  if constexpr (Traits::Variant::has_logit) first_scale *= first_factor<Traits>(args);
-  const auto row_of = transformed_rows(first_scale, rows, by_head);
+FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const auto& scale,
+                                const WarpRows& rows, const VariantArgs& args, i32 first_token) {
+  const auto row_of = transformed_rows<Traits>(scale, rows, args);
   if constexpr (Traits::Variant::has_logit) {
     transform_by_logit<Traits>(scores, rows, args, first_token, row_of);
   } else {
     transform_each<Traits>(scores, first_token, rows.lane, row_of,
                            [](float score, const TransformedRow&, vm::Token) { return score; });
   }
-}
-
-template <class Traits, int token_tiles>
-FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
-                                const WarpRows& rows, const VariantArgs& args, i32 first_token) {
-  transform_scores<Traits>(scores, scale, rows, args, first_token, scales_heads(rows.params));
 }
 
 }  // namespace flashpage
