@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from ..base.dtypes import DType
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, RAGGED, Ahead, more
 from .devices import H200, Device
 from .kernel import (
@@ -307,7 +308,8 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
     found = attention_traits(spec, query, query if spec.has_formats else spec.kv_dtype, "pitched")
     assert spec.tile is not None
     is_few = spec.tile.warps_kv > 1  # limited by loads (kernel.h)
-    return found if is_few else (*found, *tanh_trait(spec, query))
+    weights = query if spec.formats[1].bits == 16 else DType.FLOAT16  # Shape::Probability: fp16 over narrower values
+    return found if is_few else (*found, *tanh_trait(spec, weights))
 
 
 _ROWS = (16, 32, 64, 128)  # one for each class of tiles

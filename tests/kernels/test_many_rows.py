@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+from typing import Any
 
 import format_rows
 import pytest
@@ -19,7 +20,8 @@ from tolerance import limits
 
 from flashpage import native
 from flashpage.base.dtypes import DType
-from flashpage.kernels import devices
+from flashpage.kernels import attention_sm80, devices
+from flashpage.kernels.ahead import BF16, BYTES, E4M3, FP16, Ahead
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
@@ -128,3 +130,27 @@ def test_many_rows(card: str, kernel: str, case: Case) -> None:
         assert (error <= allowed.element).all()
         assert (error.norm(dim=-1) <= allowed.row).all()
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "approximates"),
+    [
+        ({}, True),
+        ({"q_dtype": FP16, "kv_dtype": FP16}, False),
+        ({"kv_dtype": E4M3}, False),
+        ({"kv_dtype": DType.FLOAT8_E5M2}, False),
+        ({"kv_dtype": BYTES, "kv_format": "nvfp4"}, False),
+        ({"kv_dtype": BYTES, "kv_format": "bfloat16", "v_format": "nvfp4"}, False),
+        ({"kv_dtype": BYTES, "kv_format": "nvfp4", "v_format": "bfloat16"}, True),
+        ({"packed_rows": 16}, False),  # loads take longer than any tanh
+    ],
+    ids=str,
+)
+def test_soft_caps_are_exact_where_weights_are_fp16(options: dict[str, Any], approximates: bool) -> None:
+    """Weights are fp16 over values of less than 16 bits, whatever q's type is (tile/layout/shape.h)."""
+    types = {"q_dtype": BF16, "kv_dtype": BF16, "packed_rows": 128}
+    row = Ahead(**types | options, head_dims=(128, 128), has_soft_cap=True)
+    choice = choose_for_card(row.problem, devices.named("A100"), row.variant)
+    assert choice.kernel is attention_sm80.KERNEL
+    found = any("approximates_tanh = true" in line for line in choice.kernel.traits(choice.spec))
+    assert found is approximates

@@ -13,7 +13,11 @@ namespace flashpage {
 // Traits.
 template <class Traits>
 inline constexpr bool approximates_tanh = [] {
-  if constexpr (requires { Traits::approximates_tanh; }) return Traits::approximates_tanh;
+  if constexpr (requires { Traits::approximates_tanh; }) {
+    constexpr bool has_half_weights = is_same<typename Shape<Traits>::Probability, Half>;
+    static_assert(!Traits::approximates_tanh || !has_half_weights, "fp16 weights keep more bits than such a tanh has");
+    return Traits::approximates_tanh;
+  }
   return false;
 }();
 template <class Traits>
