@@ -143,3 +143,12 @@ def test_a_version_without_the_list(missing: str, eagle: Any, monkeypatch: pytes
         delattr(eagle, missing)
     create(made(FlashpageBackend), monkeypatch)
     assert not HookRegistry.registered
+
+
+@pytest.mark.parametrize("backend", [made(FlashpageBackend), made(TritonAttnBackend)])
+def test_arguments_of_other_versions_reach_the_worker(backend: Any, eagle: Any) -> None:
+    def capture(worker: Any, *args: Any, **given: Any) -> Any:
+        return args, given
+
+    found = hooks._capture_draft_graphs(capture, eagle.EagleDraftWorker(backend), 4, batch_sizes=[8])
+    assert found == ((4,), {"batch_sizes": [8]})

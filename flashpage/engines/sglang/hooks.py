@@ -75,19 +75,19 @@ def _register_graphs() -> None:
     HookRegistry.apply_hooks()
 
 
-def _capture_draft_graphs(original: Any, worker: Any) -> Any:
+def _capture_draft_graphs(original: Any, worker: Any, *args: Any, **given: Any) -> Any:
     """Captures the extend of a draft that has our backend, as SGLang does for its own. The function lists the classes
     that it captures by their names; while it runs, Triton's name stands for our class too. `isinstance` takes tuples in
     tuples."""
     from .backend import FlashpageBackend
 
     if not isinstance(worker.draft_extend_attn_backend, FlashpageBackend):
-        return original(worker)
+        return original(worker, *args, **given)
     eagle = sys.modules[_EAGLE]
     triton = eagle.TritonAttnBackend
     eagle.TritonAttnBackend = triton, FlashpageBackend  # type: ignore[attr-defined]
     try:
-        return original(worker)
+        return original(worker, *args, **given)
     finally:
         eagle.TritonAttnBackend = triton  # type: ignore[attr-defined]
 
