@@ -20,8 +20,8 @@ FP_DEVICE float latent_value_scale(const AttentionParams& params, const WorkItem
   return converts_latents<Traits> ? params.value_scale : value_scale_of(params, item, unit.kv_head);
 }
 
-// Maxima move if a score exceeds them by 2^1. A probability above 1 costs fp32 sums no precision, but its 16-bit factor is
-// off by up to 2^-8 of itself, where that of a maximum is exact, which shows where few tokens have most of the sum.
+// Maxima move if a score exceeds them by 2^1. A probability above 1 costs fp32 sums no precision, but its 16-bit factor
+// is off by up to 2^-8 of itself, where that of a maximum is exact, which shows where few tokens have most of the sum.
 constexpr float latent_headroom = 1.f;
 
 FP_DEVICE float latent_scale(float scale) { return scale; }
