@@ -212,7 +212,8 @@ def _usual_may_be_tall(options: Options) -> bool:
     widest, rotates = max(options.head_dim_qk, options.head_dim_vo), options.position_encoding == "ROPE_LLAMA"
     has_more = options.has_mask or options.position_encoding == "ALIBI" or options.variant is not None
     is_capped = options.has_soft_cap and options.q_dtype is not DType.FLOAT16 and not has_more
-    is_known = widest <= 96 or (widest <= 128 and is_capped and _loader(options) == "boxes")
+    is_whole = options.head_dim_qk % 64 == options.head_dim_vo % 64 == 0
+    is_known = widest <= 96 or (widest <= 128 and is_capped and is_whole and _loader(options) == "boxes")
     return is_known and not rotates and not options.kv_dtype.is_fp8 and _has_whole_groups(options)
 
 

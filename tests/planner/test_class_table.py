@@ -12,10 +12,12 @@ import pytest
 
 from flashpage import native
 from flashpage.base.dtypes import DType
-from flashpage.kernels import devices
+from flashpage.kernels import choose, devices
 from flashpage.kernels.context_classes import CLASSES, ContextClass
 from flashpage.kernels.context_lengths import ContextLengths
 from flashpage.kernels.options import Options
+from flashpage.kernels.work import Problem
+from flashpage.variants import builtin
 
 BF16 = DType.BFLOAT16
 PAGED = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, causal=True)
@@ -60,3 +62,22 @@ def test_the_first_row_that_fits(changed: dict[str, Any]) -> None:
         assert contexts.of(rows.tolist(), tokens.tolist()) is wanted, (rows, tokens)
         found.add(wanted)
     assert len(found) > 2
+
+
+@pytest.mark.parametrize("has_soft_cap", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (112, 112), (64, 128), (128, 72), (128, 128)], ids=str)
+def test_rows_name_the_tiles_that_kernels_have(dims: tuple[int, int], has_soft_cap: bool) -> None:
+    """Otherwise a batch would change its class for the kernel that it has."""
+    options = dataclasses.replace(PAGED, head_dim_qk=dims[0], head_dim_vo=dims[1], has_soft_cap=has_soft_cap)
+    table = ContextLengths(options, devices.H200).table
+    variant = builtin(soft_cap=30.0 if has_soft_cap else None).spec
+
+    def tile_of(contexts: ContextClass) -> int:
+        problem = Problem(options, choose.MANY_ROWS, contexts=contexts)
+        return choose.choose_for_card(problem, devices.H200, variant).spec.rows
+
+    usual = tile_of(ContextClass.USUAL)
+    others = [row for row in table.rows[: table.count] if CLASSES[row.contexts] is ContextClass.OTHER_HEIGHT]
+    for row in others:
+        assert row.tile == tile_of(ContextClass.OTHER_HEIGHT) != usual
+        assert row.usual_tile in (usual, 2 * usual)  # or pairs of them
