@@ -26,6 +26,7 @@ from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.work import Problem
+from flashpage.variants import builtin
 
 _E4M3 = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
 _O8 = {"o_dtype": "float8_e4m3fn"}
@@ -69,6 +70,12 @@ CASES = [
     ("A100", "attention_sm80", prefill("o8-dim-72", "by pairs", (20,), (90,), head_dim=72, o_scale="tensor", **_O8)),
     ("A10", "attention_sm80", decode("few-o8", "by pairs", (70, 0, 9), o_scale="tensor", **_O8)),
     ("RTX 4090", "prefill_sm89", prefill("o8-fp8", "by pairs", (40,), (150,), o_scale="small", **_O8, **_E4M3)),
+    ("A100", "attention_sm80", prefill("cap", "by the card's tanh", (40,), (150,), soft_cap=2.0, sm_scale=0.5)),
+    (
+        *("A100", "attention_sm80"),
+        prefill("cap-fp8", "fp16 weights: by a polynomial", (20,), (90,), kv_dtype="float8_e4m3fn", soft_cap=20.0),
+    ),
+    ("RTX 4090", "prefill_sm89", prefill("cap-e4m3", "by the card's tanh", (40,), (150,), soft_cap=2.0, **_E4M3)),
     ("A10", "attention_sm80", decode("few-pair", "six scales a row", (70,), kv_format="nvfp4+int8_token", head_dim=96)),
 ]
 
@@ -79,9 +86,9 @@ def spec_of(case: Case, card: str) -> KernelSpec:
     k_format, v_format = format_rows.names(case) if case.kv_format else ("plain", "plain")
     sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim, case.page_size)
     options = Options("paged", *sizes, q, kv, out, causal=case.causal, k_format=k_format, v_format=v_format)
-    options = dataclasses.replace(options, position_encoding=case.position)
-    packed_rows = options.group_size if max(case.q_lens) == 1 else 4096
-    return choose_for_card(Problem(options, packed_rows), devices.named(card)).spec
+    options = dataclasses.replace(options, position_encoding=case.position, has_soft_cap=bool(case.soft_cap))
+    packed_rows, variant = options.group_size if max(case.q_lens) == 1 else 4096, builtin(case.soft_cap).spec
+    return choose_for_card(Problem(options, packed_rows), devices.named(card), variant).spec
 
 
 def run(case: Case, inputs: Inputs, spec: KernelSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,6 +118,7 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec) -> tuple[torch.Tensor, tor
         view.data = cache.data_ptr()
         view.page_stride, view.token_stride, view.head_stride = cache.stride()[:3]
     args = native.VariantArgs()
+    args.scalars[0] = case.soft_cap
     library = ctypes.CDLL(str(shared_library("attention_sm80.cpp", first_include="hopper", flags=traits_flags(spec))))
     library.run_attention_sm80(ctypes.byref(params), ctypes.byref(args), planned.num_ctas)
     return out, lse
