@@ -2,9 +2,9 @@
 
 A job has `prompts`, `options` of `LLM`, and `models`, each with options of its own. A model may have `prompts` of its
 own too, `is_cascading` (vLLM 0.26 has cascades, and switches them off on the CPU), and `answer`: "embed", or
-"transcribe" sounds. With `ray_cards` workers are actors of a Ray with so many. The output has each model's tokens, or embeddings; the modules of its layers' attention, as the
-processes that run the model say; and what our builder was asked for and planned, and how many guesses were accepted, if
-all is one process.
+"transcribe" sounds. With `ray_cards` workers are actors of a Ray with so many. The output has each model's tokens, or
+embeddings; the modules of its layers' attention, as the processes that run the model say; and what our builder was
+asked for and planned, and how many guesses were accepted, if all is one process.
 """
 
 from __future__ import annotations
