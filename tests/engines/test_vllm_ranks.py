@@ -1,8 +1,10 @@
-"""Decode context parallelism under vLLM: two ranks as threads of this process, with collectives of the same form."""
+"""Decode context parallelism under vLLM: two ranks as threads of this process, with collectives of the same form. And
+the variables that vLLM copies to Ray's workers."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from vllm_step import Common, Form, Scene, close, run
 
 from flashpage.engines.plugin.parts import LayerTensors, RaggedRows
+from flashpage.engines.vllm import plugin
 from flashpage.engines.vllm.plugin.context_parallel import ContextRows, OwnPages, Ranks
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
 
@@ -172,3 +175,15 @@ def test_local_lengths() -> None:
             for rank, ranks in enumerate(found):
                 owners = [int((torch.arange(n) // stripe % size == rank).sum()) for n in lens]
                 assert ranks.local_lengths(lens).tolist() == owners
+
+
+@pytest.mark.parametrize("given", ["", "FLASHPAGE_", " MY_, FLASHPAGE_ ,YOUR_", "MY_"])
+def test_ray_copies_our_variables(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other prefixes stay, and a process that registers twice, or inherits the variable, does not change it."""
+    name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+    monkeypatch.setenv(name, given)
+    for _ in range(2):
+        plugin._let_ray_copy_variables()
+        found = os.environ[name].split(",")
+        others = {prefix.strip() for prefix in given.split(",")} - {"", "FLASHPAGE_"}
+        assert found.count("FLASHPAGE_") == 1 and set(found) - {"FLASHPAGE_"} == others

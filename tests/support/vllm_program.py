@@ -2,15 +2,16 @@
 
 A job has `prompts`, `options` of `LLM`, and `models`, each with options of its own. A model may have `prompts` of its
 own too, `is_cascading` (vLLM 0.26 has cascades, and switches them off on the CPU), and `answer`: "embed", or
-"transcribe" sounds. The output has each model's tokens, or embeddings; the modules of its layers' attention, as the
-processes that run the model say; and what our builder was asked for and planned, and how many guesses were accepted, if
-all is one process.
+"transcribe" sounds. With `ray_cards` workers are actors of a Ray with so many. The output has each model's tokens, or
+embeddings; the modules of its layers' attention, as the processes that run the model say; and what our builder was
+asked for and planned, and how many guesses were accepted, if all is one process.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections import Counter
 from typing import Any
@@ -76,6 +77,15 @@ def start_cascades(worker: Any) -> None:
     worker.model_runner.cascade_attn_enabled, worker.model_runner.num_sms = True, 4
 
 
+def start_ray(cards: int) -> None:
+    """Its processes know no variable of ours, like those of a cluster that was started before."""
+    import ray
+
+    ours = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("FLASHPAGE_")}
+    ray.init(num_gpus=cards, num_cpus=cards, include_dashboard=False, log_to_driver=False)
+    os.environ.update(ours)
+
+
 def answer(llm: Any, how: str, prompts: list[list[int]]) -> list[list[Any]]:
     from vllm import SamplingParams
 
@@ -94,6 +104,8 @@ def main(job_path: str, out_path: str) -> None:
 
     with open(job_path) as file:
         job = json.load(file)
+    if "ray_cards" in job:
+        start_ray(job["ray_cards"])
     inspect_models_here()
     plans, out = count_plans(), []
     for model in job["models"]:
@@ -109,6 +121,8 @@ def main(job_path: str, out_path: str) -> None:
             counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
             found |= {name: counts[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted")}
         out.append(found)
+        if "ray_cards" in job:
+            llm.llm_engine.engine_core.shutdown()  # at exit vLLM would end its actors when Ray has ended
         del llm
     with open(out_path, "w") as file:
         json.dump(out, file)

@@ -8,6 +8,7 @@ AMX_MLA.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ....base import env
@@ -24,18 +25,28 @@ _LATENT_CLASSES = {
     "AMX_MLA": "InPlaceOfCpuMLA",
 }
 _PREFILLS = {"FLASH_ATTN": "FlashpagePrefill", "CPU": "FlashpagePrefillOnCpu"}
+_RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
 def register() -> None:
     """vLLM calls this in each of its processes. The classes are imported when vLLM chooses them."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    _let_ray_copy_variables()
     module = f"{__name__}.backend"
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.chosen.Chosen")
     if env.is_on("FLASHPAGE_VLLM"):
         for name, own in _CLASSES.items():
             register_backend(AttentionBackendEnum[name], f"{module}.{own}")
     _register_latent(AttentionBackendEnum, register_backend)
+
+
+def _let_ray_copy_variables() -> None:
+    """Adds FLASHPAGE_ to the prefixes of variables that vLLM copies to Ray's actors. A worker that does not know
+    FLASHPAGE_VLLM would take vLLM's own attention and not say so."""
+    given = [prefix.strip() for prefix in os.environ.get(_RAY_PREFIXES, "").split(",")]
+    wanted = [prefix for prefix in given if prefix and prefix != "FLASHPAGE_"]
+    os.environ[_RAY_PREFIXES] = ",".join([*wanted, "FLASHPAGE_"])
 
 
 def _register_latent(backends: Any, register_backend: Any) -> None:
