@@ -9,8 +9,8 @@ Inputs are compared as stored, so they carry no error. These roundings remain.
   times that.
 * A score is a sum of head_dim products in fp32, then scaled, capped or shifted. Its absolute error s moves its weight
   by the factor 1 +- s, and the lse by at most s.
-* On cards, prefill with bf16 or e4m3 weights takes the card's tanh for a soft cap (approximates_tanh): a capped score is
-  then off by 2^-11 of itself.
+* On cards, prefill with bf16 or e4m3 weights takes the card's tanh for a soft cap (approximates_tanh): a capped score
+  is then off by 2^-11 of itself.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
   the root of the sum of (q k)^2, which is the spread of scores in the mean. Five standard deviations are allowed, of
   rows where that sum is four of its own above its mean; positions times frequencies are fp32 angles.
