@@ -226,8 +226,9 @@ def no_rope_over_fp8(work: Work) -> str | None:
 
 def tanh_trait(spec: KernelSpec, product: DType) -> tuple[str, ...]:
     """Soft caps by the card's tanh (tanh.approx), for kernels that are limited by arithmetic: prefill on Hopper is 1.3
-    times faster by it (docs/tried.md). Scores are off by 2^-11 of themselves, which bf16 weights lose by their own
-    rounding, too, but fp16 weights do not. `product`: the type of the weights."""
+    times faster by it (docs/tried.md). Scores are off by up to 2^-11 of themselves. Outputs of bf16 weights were as
+    exact as before (docs/numerics.md); fp16 weights would lose bits that they hold. `product`: the type of the
+    weights."""
     approximates = bool(soft_cap(spec.variant)) and product is not DType.FLOAT16
     return (f"static constexpr bool approximates_tanh = {str(approximates).lower()};",)
 
