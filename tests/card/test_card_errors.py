@@ -17,7 +17,7 @@ from flashpage import PlanError, RunError
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
-FIRST_LAUNCH_MS = 30
+FIRST_LAUNCH_MS = 50  # a slow host takes 29 to 36; with a compiler it would be a second
 
 
 def workspace() -> torch.Tensor:
