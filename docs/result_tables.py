@@ -36,6 +36,7 @@ TITLES = {  # sections in the order of the page
     "sglang": "SGLang, tokens per second by attention backend",
     "vllm": "vLLM, tokens per second by attention backend",
     "vllm-steps": "Where a step of vLLM spends its time",
+    "sglang-steps": "Where a step of SGLang spends its time",
     "torch-attention": "PyTorch's attention functions",
     "parallel": "Decode over a context that lies on several cards",
     "ranks": "Engines of several ranks, and with other options, next to others",
@@ -291,6 +292,8 @@ def steps_table(lines: list[Line]) -> str:
         "Means of profiled steps in microseconds. Kernels of attention that run side by side count once; FLASHINFER's "
         "planning also waits for the card. The last column is the host's median of a whole step."
     )
+    if lines[0]["section"] == "sglang-steps":
+        words += " The profiler follows Python's functions, too, which makes the host slower."
     return f"{words}\n\n{table(['trace', 'attention', 'step', 'kernels of attention', 'planning', 'host'], rows)}"
 
 
@@ -375,6 +378,7 @@ TABLES = {  # of other sections: card_table
     "sglang": engine_table,
     "vllm": engine_table,
     "vllm-steps": steps_table,
+    "sglang-steps": steps_table,
     "torch-attention": torch_table,
     "parallel": parallel_table,
     "ranks": ranks_table,

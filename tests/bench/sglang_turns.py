@@ -2,8 +2,9 @@
 a process of its own, and get the same prompts one after the other.
 
 The model is a Llama of the 8B's shape with 16 layers and SGLang's dummy weights; prompts are drawn, share nothing, and
-are answered greedily with a fixed number of tokens. Needs an installed SGLang. `--small --device cpu` runs a tiny
-model: it only shows that the program works.
+are answered greedily with a fixed number of tokens. `--profile` writes each engine's kernels, and the host's time of a
+step, by SGLang's own profiler. Needs an installed SGLang. `--small --device cpu` runs a tiny model: it only shows that
+the program works.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ import argparse
 import importlib.util
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import engine_turns
+from chrome_steps import phase_of
 from engine_turns import Running, Server
 from record import Recorder
+from step_profile import of_a_step, show_profile
+
+_STEPS = 24  # that are profiled of each stage
+_STAGES = {"prompts": "EXTEND", "decodes": "DECODE"}  # as SGLang names them
+_FUNCTIONS = "run_batch", "init_forward_metadata"  # a step, and the plans of a backend
 
 
 def options_of(backend: str, folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -55,7 +63,39 @@ def engine_of(options: dict[str, Any]) -> Running:
         found = engine.generate(input_ids=prompts, sampling_params=params)
         return [answer["output_ids"] for answer in found]
 
-    return Running(generate, engine.shutdown)
+    def profile(trace: str) -> dict[str, Any]:
+        on_card = options["device"] != "cpu"
+        with tempfile.TemporaryDirectory() as place:
+            given = {"with_stack": True, "record_shapes": False, "profile_by_stage": True}
+            activities = ["CPU", "GPU"] if on_card else ["CPU"]
+            engine.start_profile(output_dir=place, num_steps=_STEPS, activities=activities, **given)
+            generate(engine_turns.prompts_of(trace), _STEPS + 40)
+            return {phase: phase_of(_written(Path(place), stage), *_FUNCTIONS) for phase, stage in _STAGES.items()}
+
+    return Running(generate, engine.shutdown, {"profile": profile})
+
+
+def _written(folder: Path, stage: str) -> Path:
+    """The trace of a stage, once it is whole: SGLang writes it while it answers."""
+    last = -1
+    for _ in range(600):
+        found = list(folder.glob(f"*-{stage}.trace.json.gz"))
+        if found and found[0].stat().st_size == last:
+            return found[0]
+        last = found[0].stat().st_size if found else -1
+        time.sleep(0.5)
+    raise SystemExit(f"SGLang wrote no trace of {stage}; {folder} has {[path.name for path in folder.iterdir()]}.")
+
+
+def _profile(servers: dict[str, Server], case: str, trace: str, chosen: argparse.Namespace, recorder: Recorder) -> None:
+    for server in servers.values():
+        server.ask("run", trace, 2)  # compiles
+    profiles = {name: server.ask("profile", trace) for name, server in servers.items()}
+    for name, phases in profiles.items():
+        show_profile(f"{case}: {name}", phases, Path(chosen.profile))
+    for phase in _STAGES:
+        parts = {name: of_a_step(phases[phase]) for name, phases in profiles.items()}
+        recorder.add("sglang-steps", f"{case}: steps with {phase}", figures=parts, ranks=chosen.ranks)
 
 
 def main() -> None:
@@ -66,6 +106,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="turns that are counted (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="cards of each engine (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=200_000, help="room of each cache (default: %(default)s)")
+    parser.add_argument("--profile", metavar="FILE", help="append kernels and host times of some steps; no rates")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model")
     parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
@@ -87,7 +128,11 @@ def main() -> None:
         for server in servers.values():
             server.answer()
         for trace in ["tiny"] if chosen.small else chosen.traces.split(","):
-            figures, case = engine_turns.measure(servers, trace, chosen.repeats), engine_turns.case_of(trace)
+            case = engine_turns.case_of(trace)
+            if chosen.profile:
+                _profile(servers, case, trace, chosen, recorder)
+                continue
+            figures = engine_turns.measure(servers, trace, chosen.repeats)
             recorder.add("sglang", case, figures=figures, ranks=chosen.ranks)
             engine_turns.show(case, figures)
         for server in servers.values():

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,19 @@ _STEPS = 24  # that only decode
 # Kernels of attention: their own planning and merges too, but no cache write, and nothing else of these libraries.
 _ATTENTION = re.compile(r"flash|(Prefill|Decode)With\w*KVCache|MergeStates|mha|mla", re.IGNORECASE)
 _OTHER = re.compile("_and_cache|append|write|sampling|norm|rope", re.IGNORECASE)
+
+
+class Span(NamedTuple):
+    """The time of a kernel or of a call of a Python function, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+    @staticmethod
+    def of(event: Any) -> Span:
+        """Of an event of torch's profiler."""
+        return Span(event.name, event.time_range.start, event.time_range.end)
 
 
 def profiled(llm: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
@@ -82,17 +95,17 @@ def _kernels(profiler: Any, times: dict[str, list[float]]) -> dict[str, Any]:
     """Ends a profile: the time of its kernels by their names, and the host's times since the last one."""
     torch.cuda.synchronize()
     profiler.stop()
-    events = [one for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda one: one.time_range.start)
-    begin, counts, spent = events[0].time_range.start, Counter[str](), Counter[str]()
+    events = [Span.of(one) for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda one: one.start)
+    begin, counts, spent = events[0].start, Counter[str](), Counter[str]()
     for one in events:
         counts[one.name] += 1
-        spent[one.name] += one.time_range.end - one.time_range.start
+        spent[one.name] += one.end - one.start
     host = {key: [len(seconds), round(statistics.median(seconds) * 1e6, 1)] for key, seconds in times.items()}
     times.clear()
     kernels = [[name, counts[name], round(us, 1)] for name, us in spent.most_common(40)]
     return {
-        "span_us": max(one.time_range.end for one in events) - begin,
+        "span_us": max(one.end for one in events) - begin,
         "busy_us": covered(events),
         "attention_us": covered([one for one in events if is_attention(one.name)]),
         "kernels": kernels,
@@ -104,13 +117,12 @@ def is_attention(kernel: str) -> bool:
     return bool(_ATTENTION.search(kernel)) and not _OTHER.search(kernel)
 
 
-def covered(events: list[Any]) -> float:
+def covered(events: list[Span]) -> float:
     """The time in which at least one of these kernels ran; `events` are in order of their starts."""
     covered, until = 0.0, -math.inf
     for one in events:
-        start, stop = one.time_range.start, one.time_range.end
-        covered += max(0.0, stop - max(until, start))
-        until = max(until, stop)
+        covered += max(0.0, one.end - max(until, one.start))
+        until = max(until, one.end)
     return covered
 
 

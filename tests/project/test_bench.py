@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -226,10 +226,25 @@ def test_a_step_of_an_engine(bench_path: None) -> None:
 
 
 def test_kernels_side_by_side_count_once(bench_path: None) -> None:
-    import step_profile
+    from step_profile import Span, covered
 
-    def event(start: float, end: float) -> Any:
-        return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end))
+    assert covered([]) == 0.0
+    assert covered([Span("", *times) for times in ((0.0, 5.0), (1.0, 2.0), (4.0, 7.0), (9.0, 10.0))]) == 8.0
 
-    assert step_profile.covered([]) == 0.0
-    assert step_profile.covered([event(0.0, 5.0), event(1.0, 2.0), event(4.0, 7.0), event(9.0, 10.0)]) == 8.0
+
+def test_steps_of_a_written_trace(bench_path: None, tmp_path: Path) -> None:
+    """The call in which the profile ends is no step, and a plan inside of a plan counts once."""
+    import chrome_steps
+
+    def event(category: str, name: str, start: float, microseconds: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": microseconds}
+
+    functions = ("run_batch", 0, 90), ("init_forward_metadata", 5, 20), ("init_forward_metadata_out_graph", 6, 10)
+    later = ("run_batch", 100, 110), ("init_forward_metadata_out_graph", 105, 30), ("run_batch", 300, 5)
+    events = [event("python_function", f"sglang/a.py(7): {name}", *times) for name, *times in (*functions, *later)]
+    events += [event("kernel", "flashpage_decode_sm90", 50, 40), event("kernel", "nvjet_sm90", 150, 100)]
+    path = tmp_path / "1-TP-0-DECODE.trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    found = chrome_steps.phase_of(path, "run_batch", "init_forward_metadata")
+    assert found["steps"] == 2 and found["span_us"] == 200.0 and found["attention_us"] == 40.0
+    assert found["host_us"] == {"run_batch.execute_model": [2, 100.0], "init_forward_metadata.build": [2, 25.0]}
