@@ -141,7 +141,11 @@ def _leave_out_half(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
-    number, parts = map(int, config.getoption("part").split("/"))
+    given = config.getoption("part")
+    found = re.fullmatch(r"(\d+)/(\d+)", given)
+    if not found or int(found[1]) >= int(found[2]):
+        raise pytest.UsageError(f"--part {given}: pass I/N with I below N; 2/7 is the third of seven")
+    number, parts = map(int, found.groups())
     config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != number])
     items[:] = items[number::parts]
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from step_profile import Span, covered, is_attention
+from step_profile import Span, span_of, sums_of
 
 
 def phase_of(path: Path, step: str, plan: str) -> dict[str, Any]:
@@ -29,20 +28,8 @@ def phase_of(path: Path, step: str, plan: str) -> dict[str, Any]:
     if not steps:
         raise SystemExit(f"{path.name} has no two calls of {step}: the profile needs Python's functions (with_stack).")
     plans = _outermost([span for span in functions if span.name.startswith(plan)])
-    host = {f"{step}.execute_model": _calls(steps), **({f"{plan}.build": _calls(plans)} if plans else {})}
-    seen = kernels or steps
-    counts, spent = Counter[str](), Counter[str]()
-    for kernel in kernels:
-        counts[kernel.name] += 1
-        spent[kernel.name] += kernel.end - kernel.start
-    return {
-        "span_us": max(span.end for span in seen) - seen[0].start,
-        "busy_us": covered(kernels),
-        "attention_us": covered([kernel for kernel in kernels if is_attention(kernel.name)]),
-        "kernels": [[name, counts[name], round(us, 1)] for name, us in spent.most_common(40)],
-        "host_us": host,
-        "steps": len(steps),
-    }
+    host = {name: _calls(calls) for name, calls in ((step, steps), (plan, plans)) if calls}
+    return {"span_us": span_of(kernels or steps), "host_us": host, "steps": len(steps), **sums_of(kernels)}
 
 
 def _spans(events: list[dict[str, Any]], categories: tuple[str, ...]) -> list[Span]:

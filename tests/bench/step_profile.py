@@ -16,6 +16,7 @@ import torch
 _STEPS = 24  # that only decode
 # Kernels of attention: their own planning and merges too, but no cache write, and nothing else of these libraries.
 _ATTENTION = re.compile(r"flash|(Prefill|Decode)With\w*KVCache|MergeStates|mha|mla", re.IGNORECASE)
+_PLANS, _WHOLE = (".build", "init_forward_metadata"), (".execute_model", "run_batch")  # of vLLM, and of SGLang
 _OTHER = re.compile("_and_cache|append|write|sampling|norm|rope", re.IGNORECASE)
 
 
@@ -97,19 +98,26 @@ def _kernels(profiler: Any, times: dict[str, list[float]]) -> dict[str, Any]:
     profiler.stop()
     events = [Span.of(one) for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda one: one.start)
-    begin, counts, spent = events[0].start, Counter[str](), Counter[str]()
-    for one in events:
-        counts[one.name] += 1
-        spent[one.name] += one.end - one.start
     host = {key: [len(seconds), round(statistics.median(seconds) * 1e6, 1)] for key, seconds in times.items()}
     times.clear()
-    kernels = [[name, counts[name], round(us, 1)] for name, us in spent.most_common(40)]
+    return {"span_us": span_of(events), "host_us": host, **sums_of(events)}
+
+
+def span_of(events: list[Span]) -> float:
+    """From the first start to the last end; `events` are in order of their starts."""
+    return max(one.end for one in events) - events[0].start
+
+
+def sums_of(kernels: list[Span]) -> dict[str, Any]:
+    """The time of all kernels, of those of attention, and of each name; `kernels` are in order of their starts."""
+    counts, spent = Counter[str](), Counter[str]()
+    for one in kernels:
+        counts[one.name] += 1
+        spent[one.name] += one.end - one.start
     return {
-        "span_us": max(one.end for one in events) - begin,
-        "busy_us": covered(events),
-        "attention_us": covered([one for one in events if is_attention(one.name)]),
-        "kernels": kernels,
-        "host_us": host,
+        "busy_us": covered(kernels),
+        "attention_us": covered([one for one in kernels if is_attention(one.name)]),
+        "kernels": [[name, counts[name], round(us, 1)] for name, us in spent.most_common(40)],
     }
 
 
@@ -144,8 +152,8 @@ def of_a_step(phase: dict[str, Any]) -> dict[str, float]:
     """Microseconds of a step of a phase: all of it, kernels of attention, what the host takes to plan, and the host's
     part of a step in the median."""
     host, steps = phase["host_us"], phase["steps"]
-    plans = sum(count * us for key, (count, us) in host.items() if key.endswith(".build"))
-    whole = [us for key, (_, us) in host.items() if key.endswith(".execute_model")]
+    plans = sum(count * us for key, (count, us) in host.items() if key.endswith(_PLANS))
+    whole = [us for key, (_, us) in host.items() if key.endswith(_WHOLE)]
     return {
         "step_us": round(phase["span_us"] / steps, 1),
         "attention_us": round(phase["attention_us"] / steps, 1),

@@ -235,6 +235,7 @@ def test_kernels_side_by_side_count_once(bench_path: None) -> None:
 def test_steps_of_a_written_trace(bench_path: None, tmp_path: Path) -> None:
     """The call in which the profile ends is no step, and a plan inside of a plan counts once."""
     import chrome_steps
+    import step_profile
 
     def event(category: str, name: str, start: float, microseconds: float) -> dict[str, Any]:
         return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": microseconds}
@@ -247,4 +248,6 @@ def test_steps_of_a_written_trace(bench_path: None, tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     found = chrome_steps.phase_of(path, "run_batch", "init_forward_metadata")
     assert found["steps"] == 2 and found["span_us"] == 200.0 and found["attention_us"] == 40.0
-    assert found["host_us"] == {"run_batch.execute_model": [2, 100.0], "init_forward_metadata.build": [2, 25.0]}
+    assert found["host_us"] == {"run_batch": [2, 100.0], "init_forward_metadata": [2, 25.0]}
+    step = {"step_us": 100.0, "attention_us": 20.0, "plan_us": 25.0, "host_step_us": 100.0}
+    assert step_profile.of_a_step(found) == step
