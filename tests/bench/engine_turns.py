@@ -182,14 +182,15 @@ def show(case: str, figures: dict[str, dict[str, Any]]) -> None:
 
 def differences(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, float]:
     """How two engines' answers differ, as long as their tokens are the same. `gap`: how far apart the best two tokens
-    are at most where the engines take different ones."""
+    are at most where the engines take different ones. SGLang gives no log-probabilities of guesses that it accepts
+    beyond the last token asked for."""
     found, gaps, equal = [], [0.0], 0
     for one, two in zip(own, other, strict=True):
         equal += one["tokens"] == two["tokens"]
-        for step, token in enumerate(one["tokens"]):
-            ours, theirs = one["logprobs"][step], two["logprobs"][step]
+        steps = zip(one["tokens"], two["tokens"], one["logprobs"], two["logprobs"], strict=False)
+        for token, other_token, ours, theirs in steps:
             found += [abs(ours[key] - theirs[key]) for key in ours if key in theirs]
-            if token != two["tokens"][step]:
+            if token != other_token:
                 best = sorted(theirs.values(), reverse=True)
                 gaps.append(best[0] - best[1])
                 break

@@ -18,6 +18,7 @@
 #include "flashpage/tile/load/query.h"
 #include "flashpage/tile/mask/mask.h"
 #include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/product/capped_scores.h"
 #include "flashpage/tile/product/values.h"
 #include "flashpage/tile/softmax/fp8_softmax.h"
 #include "flashpage/tile/softmax/sinks.h"
@@ -241,16 +242,22 @@ struct ManyRows {
     if constexpr (stages == 1) note_keys(place, tile + 1, next);
     if constexpr (stages == 2) next = look_up(place, tile + 2);
     float scores[S::row_tiles][tokens / 8][4];
-    multiply_keys<Traits>(
-        scores, finished_keys(unit, tile), lane(),
-        [&](u32(&a)[S::row_tiles][4], int step) { load_query_fragment<Traits>(a, ptx::opaque(query), step); },
-        [&](int step) {
-          if constexpr (spread) load_keys<S::key_steps>(unit, tile + 1, step);
-        });
+    const auto fragment = [&](u32(&a)[S::row_tiles][4], int step) {
+      load_query_fragment<Traits>(a, ptx::opaque(query), step);
+    };
+    const auto copy_part = [&](int step) {
+      if constexpr (spread) load_keys<S::key_steps>(unit, tile + 1, step);
+    };
+    const auto rows = [&] { return WarpRows{params, place.item, unit, warp_row, lane()}; };
+    if constexpr (caps_between_products<Traits>) {
+      multiply_capped_keys<Traits>(scores, finished_keys(unit, tile), scale, rows(), args, fragment, copy_part);
+    } else {
+      multiply_keys<Traits>(scores, finished_keys(unit, tile), lane(), fragment, copy_part);
+    }
     if constexpr (spread) ptx::cp_async_commit();
     if constexpr (has_formats<Traits>) Stored::Keys::scale_tokens(scores, shared.key[tile % stages], lane());
-    const auto rows = [&] { return WarpRows{params, place.item, unit, warp_row, lane()}; };
-    if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, rows(), args, first);
+    if (!caps_between_products<Traits> && transforms_scores<Traits>(params, scale))
+      transform_scores<Traits>(scores, scale, rows(), args, first);
     if (masking == Masking::on || (masking == Masking::where_needed && needs_mask<Traits>(unit, first, tokens)))
       mask_scores<Traits>(scores, rows(), args, first);
     state.update(scores, values, softmax_scale_of<Traits>(scale, args));

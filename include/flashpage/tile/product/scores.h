@@ -41,6 +41,41 @@ FP_DEVICE void load_query_fragment(u32 (&a)[Shape<Traits>::row_tiles][4], u32 la
   }
 }
 
+// The products of 16-bit factors, or of fp8 ones, for the tokens of tiles [begin, end). Adds to `scores`.
+template <class Traits, int begin, int end, class QueryFragment, class Between, int token_tiles>
+FP_DEVICE void multiply_key_tiles(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], u32 key, int lane,
+                                  QueryFragment&& query_fragment, Between&& between) {
+  using S = Shape<Traits>;
+  using Rows = typename S::KeyRows;
+  u32 lane_address = Rows::lane_address(key, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll S::key_unroll
+  for (int step = 0; step < S::key_steps; ++step) {
+    u32 a[S::row_tiles][4];
+    query_fragment(a, step);
+    between(step);
+#pragma unroll
+    for (int n = begin; n < end; n += 2) {
+      u32 b[4];
+      ptx::ldmatrix_x4(b, Rows::at_chunk(lane_address, 2 * step) + n * 8 * Rows::stride);
+#pragma unroll
+      for (int m = 0; m < S::row_tiles; ++m) {
+        ptx::mma_m16n8<typename S::Product>(scores[m][n], a[m], b[0], b[1]);
+        ptx::mma_m16n8<typename S::Product>(scores[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <int row_tiles, int token_tiles>
+FP_DEVICE void clear_scores(float (&scores)[row_tiles][token_tiles][4]) {
+#pragma unroll
+  for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+    for (int n = 0; n < token_tiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.f;
+}
+
 // `key`: shared address of the tile's first token. query_fragment(a, step) provides Q's fragments; between(step) is
 // other work that is spread over the products.
 template <class Traits, class QueryFragment, class Between, int token_tiles>
@@ -49,31 +84,9 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
   using S = Shape<Traits>;
   using Product = typename S::Product;
   using Rows = typename S::KeyRows;
-#pragma unroll
-  for (int m = 0; m < S::row_tiles; ++m)
-#pragma unroll
-    for (int n = 0; n < token_tiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.f;
-
+  clear_scores(scores);
   if constexpr (S::key_bits == 16 || S::fp8_products) {
-    u32 lane_address = Rows::lane_address(key, lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#pragma unroll S::key_unroll
-    for (int step = 0; step < S::key_steps; ++step) {
-      u32 a[S::row_tiles][4];
-      query_fragment(a, step);
-      between(step);
-#pragma unroll
-      for (int n = 0; n < token_tiles; n += 2) {
-        u32 b[4];
-        ptx::ldmatrix_x4(b, Rows::at_chunk(lane_address, 2 * step) + n * 8 * Rows::stride);
-#pragma unroll
-        for (int m = 0; m < S::row_tiles; ++m) {
-          ptx::mma_m16n8<Product>(scores[m][n], a[m], b[0], b[1]);
-          ptx::mma_m16n8<Product>(scores[m][n + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
+    multiply_key_tiles<Traits, 0, token_tiles>(scores, key, lane, query_fragment, between);
   } else if constexpr (token_tiles == 2) {
     // A 16-byte chunk is a whole k16 step, so one ldmatrix loads two steps of 16 tokens. If the number of steps is odd,
     // half of the last load is unused.

@@ -19,10 +19,16 @@ struct SoftCap {
       : cap(cap < 0.f ? -cap : cap), argument_scale((approximate ? 1.f : 2.f) * ptx::reciprocal_approx(this->cap)) {}
   FP_DEVICE float softmax_scale() const { return cap * log2_e; }
 
+  // By the card's tanh.
+  FP_DEVICE static float of_argument(float argument)
+    requires approximate
+  {
+    return ptx::tanh_approx(argument);
+  }
   template <int token_tiles>
   FP_DEVICE static void apply(float (&arguments)[token_tiles][4]) {
     if constexpr (approximate) {
-      for_each(arguments, [](float& y) { y = ptx::tanh_approx(y); });
+      for_each(arguments, [](float& y) { y = of_argument(y); });
     } else if (are_small(arguments)) {
       for_each(arguments, [](float& y) { y = polynomial(y); });
     } else {
