@@ -289,6 +289,12 @@ def _latent_options(work: Work) -> str | None:
     return latent_options(work)
 
 
+def _fp32_outputs(work: Work) -> str | None:
+    if work.options.out_dtype is DType.FLOAT32 and not work.options.is_latent:
+        return "it writes outputs of float32 over latent rows alone"
+    return None
+
+
 def _formats(work: Work) -> str | None:
     """Refuses elements of 16 bits that are not of the products' type."""
     options = work.options
@@ -338,7 +344,8 @@ KERNEL = AttentionKernel(
         capability(80),
         _formats,
         no_rope_over_hadamard_keys,
-        *dtypes(q=HALF + FP8, out=NARROW),
+        *dtypes(q=HALF + FP8, out=(*NARROW, DType.FLOAT32)),
+        _fp32_outputs,
         _columns,
         _latent_options,
     ),

@@ -27,6 +27,7 @@ FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 HALF = (DType.FLOAT16, DType.BFLOAT16)
 FP8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 NARROW = (*HALF, DType.FLOAT8_E4M3)  # of outputs
+LATENT_OUT = (*HALF, DType.FLOAT32)  # of outputs over latent rows; fp32 for states that are merged
 
 Rule = Callable[[Work], "str | None"]  # why the kernel cannot do the work; None: it can
 

@@ -18,7 +18,7 @@ from .work import Work
 LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 _TOKENS = 64  # of a block
 _MOST_STAGES = 8  # the header uses as many as fit
-_CONVERTED = (latent_formats.SCALED, "deepseek_v32")
+_CONVERTED = (latent_formats.SCALED, "deepseek_v32", "deepseek_v4")
 
 
 def _most_cache_bytes(spec: KernelSpec) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import latent_formats, wgmma_source
 from .ahead import ONE_TOKEN, latent_rows, listed_rows
-from .kernel import HALF, AttentionKernel, attention_traits, capability, dtypes, latent_trait
+from .kernel import HALF, LATENT_OUT, AttentionKernel, attention_traits, capability, dtypes, latent_trait
 from .options import Options
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
@@ -105,7 +105,7 @@ KERNEL = AttentionKernel(
     cpp="LatentDecodeSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=HALF), same_type, _stored, _columns, plain),
+    accepts=(capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=LATENT_OUT), same_type, _stored, _columns, plain),
     tile=_tile,
     cost=_cost,
     loader=loader,

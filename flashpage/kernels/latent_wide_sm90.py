@@ -11,7 +11,7 @@ from . import latent_formats, wgmma_source
 from .ahead import latent_rows
 from .context_classes import ANY_ROWS, ContextClass, context_row
 from .devices import Device
-from .kernel import HALF, AttentionKernel, capability, dtypes
+from .kernel import HALF, LATENT_OUT, AttentionKernel, capability, dtypes
 from .latent_decode_sm90 import KERNEL as NARROW
 from .latent_decode_sm90 import only_latent_rows, plain, same_type, traits
 from .options import Options
@@ -127,7 +127,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
 
 
 # What each kernel over blocks of 64 tokens accepts, whatever the number of rows.
-OPTIONS = (capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=HALF), same_type, _tail_columns, plain)
+OPTIONS = (capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=LATENT_OUT), same_type, _tail_columns, plain)
 
 KERNEL = AttentionKernel(
     name="latent_wide_sm90",

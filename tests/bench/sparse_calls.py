@@ -142,7 +142,7 @@ class Decode:
         return exact(self.q, torch.cat([self._tokens(pool, lists[0]) for pool, lists in pairs]), self.scale, self.sinks)
 
     def own_call(self) -> Call:
-        kinds = {"kv_row_format": "deepseek_v4", "sm_scale": self.scale}
+        kinds = {"kv_row_format": "deepseek_v4", "sm_scale": self.scale, "output_dtype": torch.float32}
         first, second = (run_of(self.case, lists, CKV, **kinds) for lists in self.lists)
 
         def call() -> Tensor:
@@ -150,7 +150,7 @@ class Decode:
                 query=self.q, kv_cache=self.pools[0], indices=self.lists[0], sinks=self.sinks, return_lse=True
             )
             others = second(query=self.q, kv_cache=self.pools[1], indices=self.lists[1], return_lse=True)
-            return flashpage.merge_state(*window, *others)[0]
+            return flashpage.merge_state(*window, *others)[0].bfloat16()
 
         return call
 

@@ -34,7 +34,8 @@ _ONES = (1,) * len(_EDGES)
 _ROWS_64, _ROWS_96 = {"num_q_heads": 64}, {"num_q_heads": 96}
 _LISTED: dict[str, Any] = {"selected": "padded", "sinks": True, "page_size": 64}
 _MISTRAL: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "q_dtype": "float16", "head_dim": 320, "head_dim_vo": 256}
-_96_LISTED = _ROWS_96 | _LISTED
+_96_LISTED, _40_LISTED = _ROWS_96 | _LISTED, _LISTED | {"num_q_heads": 40}
+_V4: dict[str, Any] = {"row_format": "deepseek_v4", "head_dim": 512}
 TRANSPOSED, WIDE = latent_decode_sm90.KERNEL, latent_wide_sm90.KERNEL
 BY_COLUMNS = latent_columns_sm90.KERNEL
 # Few builds: rows with the same types, sizes, loader and rows of a unit share one.
@@ -59,7 +60,7 @@ TRANSPOSED_CASES = [
     latent_case("512-0", "rows without a tail", (1, 2), (90, 130), head_dim=512, num_q_heads=16, causal=True),
     latent_case("selected", "lists with gaps", (2, 1), (190, 70), selected="padded", sinks=True),
     latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), row_format="deepseek_v32-uneven", **_LISTED),
-    latent_case("v4", "rows of 584 bytes", (2,), (140,), row_format="deepseek_v4", head_dim=512, **_LISTED),
+    latent_case("v4", "rows of 584 bytes", (2,), (140,), **_V4, **_LISTED),
     latent_case("tokens", "scales of tokens, fp16", (1,), (170,), row_format="tokens", **_MISTRAL),
     latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
 ]
@@ -78,9 +79,10 @@ COLUMNS_CASES = [
         (1, 1),
         (230, 400),
         row_format="deepseek_v32-uneven",
-        num_q_heads=40,
-        **_LISTED,
+        **_40_LISTED,
     ),
+    latent_case("v4", "rows of 584 bytes, a list, two row tiles", (1, 2), (230, 70), **_V4, **_96_LISTED),
+    latent_case("v4-turns", "rows of 584 bytes, fp16", (1, 1), (230, 400), q_dtype="float16", **_V4, **_40_LISTED),
     latent_case("tokens", "scales of tokens, two row tiles", (2,), (170,), row_format="tokens", **_ROWS_64, **_MISTRAL),
     latent_case("selected-two", "known lengths", (1, 2), (140, 70), selected="lengths", sinks=True, num_q_heads=96),
     latent_case("256-64", "fp16", (1,), (290,), head_dim=320, head_dim_vo=256, q_dtype="float16", num_q_heads=40),
@@ -243,7 +245,7 @@ def test_large_weights_are_exact(kernel: AttentionKernel, heads: int) -> None:
         ({"page_size": 1}, {32: TRANSPOSED, 40: BY_COLUMNS, 128: BY_COLUMNS}),
         ({"selected": "padded"}, {32: TRANSPOSED, 40: BY_COLUMNS, 128: BY_COLUMNS}),
         ({"row_format": "deepseek_v32"}, {32: TRANSPOSED, 64: BY_COLUMNS, 128: BY_COLUMNS}),
-        ({"row_format": "deepseek_v4", "head_dim": 512, "selected": "padded"}, {64: TRANSPOSED, 128: TRANSPOSED}),
+        (_V4 | {"selected": "padded"}, {32: TRANSPOSED, 64: BY_COLUMNS, 128: BY_COLUMNS}),
     ],
 )
 def test_the_kernel_of_a_form(form: dict[str, Any], by_heads: dict[int, AttentionKernel]) -> None:

@@ -18,7 +18,7 @@ from ...run.checks import NO_SCALES, Tensors
 from ...wrappers.function_plans import Tables, plan_of
 from ...wrappers.latent_sparse import SELECTED, SelectedAttention, check_entries, check_slots
 from ...wrappers.lse_mode import LN_2
-from ...wrappers.merge import merge_state
+from ...wrappers.merge import merge_state_in_place
 from ...wrappers.plan_arguments import LatentArguments
 
 _FORMATS = {found.row_bytes: name for name, found in PACKED.items()}
@@ -39,6 +39,7 @@ class SparseCall(NamedTuple):
     head_dim_vo: Any
     sm_scale: float
     key: Hashable = None  # the step for which one plan is enough; None: every call plans
+    out_dtype: torch.dtype | None = None  # of a state's output; None: the query's
 
     def state(self, lists: Lists) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the LSE, base 2, over one cache."""
@@ -63,6 +64,7 @@ class SparseCall(NamedTuple):
             page_size=lists.cache.shape[1],
             sm_scale=self.sm_scale,
             q_data_type=self.query.dtype,
+            o_data_type=self.out_dtype,
             kv_data_type=None if row_format else lists.cache.dtype,
             kv_row_format=row_format,
             is_selected=True,
@@ -84,9 +86,12 @@ class SparseCall(NamedTuple):
 
 def attend(call: SparseCall, lists: list[Lists], attn_sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [rows, heads, head_dim_vo] and LSE [rows, heads], base e and without the sink, over all lists."""
-    out, lse = call.state(lists[0])
-    for others in lists[1:]:
-        out, lse = merge_state(out, lse, *call.state(others))
+    if len(lists) > 1:  # states are merged in fp32, so that the output is rounded once
+        out, lse = call._replace(out_dtype=torch.float32).state(lists[0])
+        for others in lists[1:]:
+            merge_state_in_place(out, lse, *call._replace(out_dtype=torch.float32).state(others))
+    else:
+        out, lse = call.state(lists[0])
     lse = lse * LN_2
     if attn_sink is not None:
         sink = checks.tensor(attn_sink, "attn_sink", RunError)
@@ -95,8 +100,9 @@ def attend(call: SparseCall, lists: list[Lists], attn_sink: torch.Tensor | None)
                 f"attn_sink has shape {tuple(sink.shape)} and dtype {sink.dtype}: "
                 f"pass float32 of {tuple(lse.shape[1:])}."
             )
-        out = (out * (lse - sink).sigmoid().nan_to_num(0.0).unsqueeze(-1)).to(out.dtype)
-    return out, lse
+        kept = (lse - sink).sigmoid().nan_to_num(0.0).unsqueeze(-1)
+        return torch.mul(out, kept, out=torch.empty_like(out, dtype=call.query.dtype)), lse
+    return out.to(call.query.dtype), lse
 
 
 def lists_of(cache: Any, indices: Any, lengths: Any, rows: tuple[int, ...], names: tuple[str, str, str]) -> Lists:

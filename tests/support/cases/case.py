@@ -105,8 +105,10 @@ class Case:
         return self.q_dtype.startswith("float8")
 
     def runs_on(self, device: str) -> bool:
-        """fp32 queries and outputs run only on the CPU."""
-        return not self.card_only if device == "cpu" else "float32" not in (self.q_dtype, self.out_type)
+        """fp32 queries run only on the CPU, and fp32 outputs on cards over latent rows."""
+        if device == "cpu":
+            return not self.card_only
+        return self.q_dtype != "float32" and (self.out_type != "float32" or self.entry == "latent")
 
     def __str__(self) -> str:
         return self.name

@@ -65,6 +65,16 @@ def _selected_rows() -> list[Case]:
             head_dim=512,
             row_format="deepseek_v4",
         ),
+        latent_case(
+            *("selected-v4-wide", "many heads, fp32 outputs", *batch),
+            selected="padded",
+            page_size=64,
+            head_dim=512,
+            row_format="deepseek_v4",
+            num_q_heads=64,
+            o_dtype="float32",
+            reduced=True,
+        ),
         latent_case("selected-prefill", "many rows", (90,), (120,), selected="lengths", mask_kind="past"),
     ]
 
@@ -148,7 +158,8 @@ def rows() -> list[Case]:
         ),
         latent_case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16"),
         latent_case("fp32", "fp32, on the CPU", (1, 2), (90, 130), q_dtype="float32"),
-        latent_case("out-fp32", "another type of the output", (1, 2), (90, 130), o_dtype="float32"),
+        latent_case("out-fp32", "another type of the output", (1, 2), (90, 130), o_dtype="float32", reduced=True),
+        latent_case("out-fp32-wide", "the same, a cut unit", (1,), (3000,), num_q_heads=128, o_dtype="float32"),
         latent_case("256-64", "Mistral's rows", (1, 5), (90, 130), head_dim=320, head_dim_vo=256, causal=True),
         latent_case("512-0", "rows without a tail (Kimi K3)", (1, 5), (90, 130), head_dim=512, causal=True),
         *_fp8_rows(),

@@ -9,10 +9,38 @@
 
 namespace flashpage {
 
+// The scales of a part's columns of a row, in one register.
+template <class Scale>
+struct PartScales;
+template <>
+struct PartScales<float> {
+  float one = 0.f;  // of all columns
+
+  FP_DEVICE static PartScales load(const u8* from, int first) {
+    return {__ldg(reinterpret_cast<const float*>(from) + first)};
+  }
+  FP_DEVICE float of_panel(int) const { return one; }
+  FP_DEVICE PartScales of_lane(int lane) const { return {__shfl_sync(0xffffffff, one, lane)}; }
+};
+template <>
+struct PartScales<PowerOfTwo> {
+  u32 exponents = 0;  // of the first panel of 64 columns, and of the second one
+
+  FP_DEVICE static PartScales load(const u8* from, int first) {
+    return {__ldg(reinterpret_cast<const u16*>(from + first))};
+  }
+  FP_DEVICE float of_panel(int panel) const {
+    return latent_scale(PowerOfTwo{static_cast<u8>(exponents >> panel * 8 & 0xff)});
+  }
+  FP_DEVICE PartScales of_lane(int lane) const { return {__shfl_sync(0xffffffff, exponents, lane)}; }
+};
+
 // Two warps have a part, each the rows of half of a block's tokens; a lane has the same pieces of each block. It copies
 // them by cp.async and reads no others, so that it waits for the oldest copy alone: when a piece is converted, its
-// place receives that of the next block. Tokens are looked up a block before that. The part's columns of a row have one
-// scale.
+// place receives that of the next block. Tokens are looked up a block before that.
+//
+// DeepSeek V4's last 64 value columns have 16 bits: the lanes of the last panel of the last part have two pieces of
+// them in place of one.
 template <class Traits, bool is_tail>
 struct ColumnsConvert {
   using Shared = ColumnsShared<Traits>;
@@ -30,21 +58,24 @@ struct ColumnsConvert {
   // Whether a step is read before the one before it is converted, because a read takes as long. It takes registers:
   // those of the tail's warps are few, and with 128 rows computing warps need them more.
   static constexpr bool reads_ahead = !is_tail && Shared::takes_turns;
-  static constexpr int rows_a_pass = 32 / row_pieces;
+  static constexpr int rows_a_pass = 32 / row_pieces, panel_pieces = 64 * static_cast<int>(sizeof(Stored)) / 16;
   static constexpr int stride = is_tail ? Tile::tail_stride : 128;  // bytes from row to row in shared memory
   static_assert(together * rows_a_pass % 8 == 0, "steps that keep the swizzle");
   static_assert(rows == 32, "each lane has the token of one row");
   static_assert(pieces <= Shared::pieces_ahead, "all pieces of a block may be in flight");
-  static_assert(Format::quantised == Traits::head_dim_vo, "the value columns are those in fp8");
-  static_assert(is_tail || columns <= Format::scale_columns, "the columns of a part share a scale");
-  static_assert(is_same<typename Format::Scale, float>, "a part has one scale, of fp32");
+  using Scales = PartScales<typename Format::Scale>;
+  // Whether the last panel of value columns is not in fp8.
+  static constexpr bool has_wide_panel = Shared::has_wide_panel;
+  static_assert(has_wide_panel ? Format::quantised + 64 == Traits::head_dim_vo && Format::rest == 64
+                               : Format::quantised == Traits::head_dim_vo);
+  static_assert(is_tail || columns <= (has_wide_panel ? 2 : 1) * Format::scale_columns, "what PartScales holds");
 
   static constexpr u32 nowhere = 0xffffffff;
 
   // A token's row, as a lane reads it.
   struct Row {
     u32 at;  // 16 bytes from the part's first row in the cache; nowhere: there is no token
-    float scale;
+    Scales scales;
   };
 
   Shared& shared;
@@ -91,7 +122,15 @@ struct ColumnsConvert {
         later = arrived(i + together, lane_row);
       }
 #pragma unroll
-      for (int k = 0; k < together; ++k) write_piece(step.words[k], to, k, step.scale[k], is_turned(in_row));
+      for (int k = 0; k < together; ++k) {
+        if constexpr (has_wide_panel) {
+          if (is_wide(in_row)) {
+            write_wide_pieces(step.words[k], i + k, to, k);
+            continue;
+          }
+        }
+        write_piece(step.words[k], to, k, scale_of(step.scales[k], in_row), is_turned(in_row));
+      }
       to += together * rows_a_pass * stride;
       if (has_next) {
         request(from, next, i, lane_row);
@@ -118,12 +157,14 @@ struct ColumnsConvert {
     found = Rows(params, place->place.item.kv_offset).look_up(token);
   }
   FP_DEVICE Row row_of(i32 number, int block) const {
-    if (number < 0 || token_of(block) >= place->place.unit.kv_end) return {nowhere, 0.f};
+    if (number < 0 || token_of(block) >= place->place.unit.kv_end) return {nowhere, {}};
     const LatentParts parts = parts_of(number, block);
-    float scale = is_tail ? Format::rest_scale(params) : Format::common_scale(params);
+    Scales scales{};
+    if constexpr (is_same<Scales, PartScales<float>>)
+      scales.one = is_tail ? Format::rest_scale(params) : Format::common_scale(params);
     if (!is_tail && Format::has_scales(params))
-      scale = __ldg(reinterpret_cast<const float*>(parts.scales) + first_column() / Format::scale_columns);
-    return {static_cast<u32>((begin_of(parts) - begin_of(Format::find(params, CacheSlot{0, 0}))) / 16), scale};
+      scales = Scales::load(parts.scales, first_column() / Format::scale_columns);
+    return {static_cast<u32>((begin_of(parts) - begin_of(Format::find(params, CacheSlot{0, 0}))) / 16), scales};
   }
   FP_DEVICE LatentParts parts_of(i32 number, int block) const {
     return Format::find(params, Rows(params, place->place.item.kv_offset).slot(number, token_of(block)));
@@ -136,14 +177,23 @@ struct ColumnsConvert {
   FP_DEVICE u8* own_place(int i) const {
     return shared.arriving[static_cast<int>(part)][sharer()][i][threadIdx.x % 32];
   }
-  // The lane's piece of the part's columns in the cache's first row.
-  FP_DEVICE const u8* first_piece() const {
-    return begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + lane() % row_pieces * 16;
+  // Of the second piece of a lane with columns of 16 bits.
+  FP_DEVICE u8* second_place(int i) const { return shared.arriving_wide[sharer()][i][threadIdx.x % 32]; }
+  // Whether the lane's columns are those of the last panel, if this one has 16 bits.
+  FP_DEVICE bool is_wide(int in_row) const {
+    return has_wide_panel && part == ColumnsPart::second && ptx::cluster_rank() == 1 && in_row >= panel_pieces;
   }
+  // The lane's piece, or the first one, of the part's columns in the cache's first row.
+  FP_DEVICE const u8* first_piece() const {
+    const int in_row = lane() % row_pieces;
+    const int offset = in_row * 16 + (is_wide(in_row) ? (in_row - panel_pieces) * 16 : 0);
+    return begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + offset;
+  }
+  FP_DEVICE static float scale_of(const Scales& scales, int in_row) { return scales.of_panel(in_row / panel_pieces); }
   // Pieces that are converted together, and their rows' scales.
   struct Step {
     u32 words[together][4];
-    float scale[together];
+    Scales scales[together];
   };
   // Waits for the pieces from `i` on, and reads them.
   FP_DEVICE Step arrived(int i, int lane_row) const {
@@ -154,7 +204,7 @@ struct ColumnsConvert {
     for (int k = 0; k < together; ++k) {
       const uint4 words = *reinterpret_cast<const uint4*>(own_place(i + k));
       step.words[k][0] = words.x, step.words[k][1] = words.y, step.words[k][2] = words.z, step.words[k][3] = words.w;
-      step.scale[k] = __shfl_sync(0xffffffff, arriving.scale, (i + k) * rows_a_pass + lane_row);
+      step.scales[k] = arriving.scales.of_lane((i + k) * rows_a_pass + lane_row);
     }
     return step;
   }
@@ -164,7 +214,9 @@ struct ColumnsConvert {
     for (int k = i; k < i + together; ++k) {
       const u32 at = __shfl_sync(0xffffffff, row.at, k * rows_a_pass + lane_row);
       const bool exists = at != nowhere;
-      ptx::cp_async<16>(ptx::shared_address(own_place(k)), from + static_cast<u64>(exists ? at : 0) * 16, exists);
+      const u8* const piece = from + static_cast<u64>(exists ? at : 0) * 16;
+      ptx::cp_async<16>(ptx::shared_address(own_place(k)), piece, exists);
+      if (is_wide(lane() % row_pieces)) ptx::cp_async<16>(ptx::shared_address(second_place(k)), piece + 16, exists);
     }
     ptx::cp_async_commit();
   }
@@ -178,19 +230,31 @@ struct ColumnsConvert {
     return is_tail ? Tile::tail_offset(lane_row, chunk) : Tile::chunk_offset(lane_row, first + chunk);
   }
   // `to`: as first_chunk. Rows of a step differ in constants, and the second chunk in one bit.
+  FP_DEVICE static void store_chunk(u32 to, int i, u32 second, const u32 (&pairs)[4]) {
+    const u32 swizzle = is_tail ? 0 : (i * rows_a_pass & 7) * 16;
+    ptx::store_shared((to ^ swizzle ^ second * 16) + i * rows_a_pass * stride, pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
   FP_DEVICE static void write_piece(const u32 (&words)[4], u32 to, int i, float scale, bool turned) {
-    const auto store = [=](u32 second, const u32(&pairs)[4]) {
-      const u32 swizzle = is_tail ? 0 : (i * rows_a_pass & 7) * 16;
-      ptx::store_shared((to ^ swizzle ^ second * 16) + i * rows_a_pass * stride, pairs[0], pairs[1], pairs[2],
-                        pairs[3]);
-    };
     if constexpr (is_fp8<Stored>) {
-      store_widened<Cache>(words, turned, scale, store);
+      store_widened<Cache>(words, turned, scale,
+                           [=](u32 second, const u32(&pairs)[4]) { store_chunk(to, i, second, pairs); });
     } else {
-      u32 pairs[4] = {words[0], words[1], words[2], words[3]};
-      if constexpr (!is_same<Stored, Cache>) scale_pairs<Cache, Stored>(pairs, scale);
-      store(0, pairs);
+      write_as<Stored>(words, to, i, 0);
     }
+  }
+  // Both pieces of a lane whose columns have 16 bits: these lanes are turned.
+  FP_DEVICE void write_wide_pieces(const u32 (&words)[4], int piece, u32 to, int i) const {
+    const uint4 next = *reinterpret_cast<const uint4*>(second_place(piece));
+    const u32 second[4] = {next.x, next.y, next.z, next.w};
+    write_as<typename Format::Rest>(second, to, i, 0);
+    write_as<typename Format::Rest>(words, to, i, 1);
+  }
+  // Eight elements of 16 bits.
+  template <class From>
+  FP_DEVICE static void write_as(const u32 (&words)[4], u32 to, int i, u32 second) {
+    u32 pairs[4] = {words[0], words[1], words[2], words[3]};
+    if constexpr (!is_same<From, Cache>) scale_pairs<Cache, From>(pairs, 1.f);
+    store_chunk(to, i, second, pairs);
   }
 };
 

@@ -93,32 +93,13 @@ struct ColumnsOutput {
       if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
     }
     const i64 offset = out_offset<Traits>(params, item, unit, row) + rank * columns;
-    if (item.partial_row >= 0) {
-      write_partial<first_tile, count>(values, half, factor, params.partial_out + offset, exists);
-    } else {
+    if (writes_fp32<Traits>(item)) {
+      store_fp32_tiles<first_tile, count>(values[0], half, lane, factor, fp32_row<Traits>(params, item, offset),
+                                          exists);
+    } else if constexpr (sizeof(typename Traits::Out) == 2) {
       using Out = typename Traits::Out;
       store_tiles<Out, first_tile, count>(values[0], half, lane, factor, static_cast<Out*>(params.out) + offset,
                                           exists);
-    }
-  }
-
-  // Neighbouring lanes exchange a pair of two tiles, so that each has four columns in sequence and stores 16 bytes.
-  template <int first_tile, int count>
-  FP_DEVICE void write_partial(const Values& values, int half, float factor, float* row, bool exists) const {
-    const bool is_odd = lane % 2 != 0;
-    float* const mine = row + (is_odd ? 8 : 0) + lane % 4 / 2 * 4;
-#pragma unroll
-    for (int n = first_tile; n < first_tile + count; n += 2) {
-      float pair[2][2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) pair[i][e] = values[0][n + i][half * 2 + e] * factor;
-      const float first = __shfl_xor_sync(0xffffffff, is_odd ? pair[0][0] : pair[1][0], 1);
-      const float second = __shfl_xor_sync(0xffffffff, is_odd ? pair[0][1] : pair[1][1], 1);
-      if (exists)
-        *reinterpret_cast<float4*>(mine + n * 8) = is_odd ? make_float4(first, second, pair[1][0], pair[1][1])
-                                                          : make_float4(pair[0][0], pair[0][1], first, second);
     }
   }
 };

@@ -86,15 +86,15 @@ struct LatentOutput {
   // The lane's four numbers of a tile: its two packed rows in two value columns, eight apart.
   FP_DEVICE void write_tile(int block, int n, float a, float b, float c, float d) const {
     const int column = block * 64 + warp * 16 + lane / 4;
-    if (item.partial_row >= 0) {
+    if (writes_fp32<Traits>(item)) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if (row_of(n, e) >= unit.num_rows) continue;
-        float* row = params.partial_out + static_cast<i64>(item.partial_row + row_of(n, e)) * Traits::head_dim_vo;
+        float* row = fp32_row<Traits>(params, item, out_offset<Traits>(params, item, unit, row_of(n, e)));
         row[column] = e == 0 ? a : b;
         row[column + 8] = e == 0 ? c : d;
       }
-    } else {
+    } else if constexpr (sizeof(typename Traits::Out) == 2) {
       write_pair(column, n, a, b);
       write_pair(column + 8, n, c, d);
     }

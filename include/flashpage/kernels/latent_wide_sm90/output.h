@@ -43,9 +43,9 @@ struct WideOutput {
         if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(state.maximum[0][half], total);
       }
       const i64 offset = out_offset<Traits>(params, item, unit, row) + group * columns;
-      if (item.partial_row >= 0) {
-        write_partial(values, half, factor, params.partial_out + offset, exists);
-      } else {
+      if (writes_fp32<Traits>(item)) {
+        store_fp32_tiles<0, tiles>(values[0], half, lane, factor, fp32_row<Traits>(params, item, offset), exists);
+      } else if constexpr (sizeof(typename Traits::Out) == 2) {
         write_row(values, half, factor, static_cast<typename Traits::Out*>(params.out) + offset, exists);
       }
     }
@@ -54,25 +54,7 @@ struct WideOutput {
 
  private:
   // Neighbouring lanes exchange a pair of two tiles, so that each has four columns in sequence: half of the stores, and
-  // whole sectors of 32 bytes in rows of 16 bits.
-  FP_DEVICE void write_partial(const Values& values, int half, float factor, float* row, bool exists) const {
-    const bool is_odd = lane % 2 != 0;
-    float* const mine = row + (is_odd ? 8 : 0) + lane % 4 / 2 * 4;
-#pragma unroll
-    for (int n = 0; n < tiles; n += 2) {
-      const float (&tile)[4] = values[0][n], (&next)[4] = values[0][n + 1];
-      float kept[2], given[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float here = tile[half * 2 + i] * factor, there = next[half * 2 + i] * factor;
-        kept[i] = is_odd ? there : here;
-        given[i] = __shfl_xor_sync(0xffffffff, is_odd ? here : there, 1);
-      }
-      if (exists)
-        *reinterpret_cast<float4*>(mine + n * 8) = is_odd ? make_float4(given[0], given[1], kept[0], kept[1])
-                                                          : make_float4(kept[0], kept[1], given[0], given[1]);
-    }
-  }
+  // whole sectors of 32 bytes.
   FP_DEVICE void write_row(const Values& values, int half, float factor, typename Traits::Out* row, bool exists) const {
     const bool is_odd = lane % 2 != 0;
     typename Traits::Out* const mine = row + (is_odd ? 8 : 0) + lane % 4 / 2 * 4;

@@ -45,11 +45,49 @@ FP_DEVICE void store_pair(const AttentionParams& params, bool partial, i64 offse
   using Out = typename Traits::Out;
   if (partial) {
     *reinterpret_cast<float2*>(params.partial_out + offset) = make_float2(first, second);
+  } else if constexpr (is_same<Out, float>) {
+    *reinterpret_cast<float2*>(static_cast<float*>(params.out) + offset) = make_float2(first, second);
   } else if constexpr (is_fp8<Out>) {
     *reinterpret_cast<u16*>(static_cast<Out*>(params.out) + offset) = ptx::narrow2<Out>(first, second);
   } else {
     *reinterpret_cast<u32*>(static_cast<Out*>(params.out) + offset) = ptx::pack2<Out>(first, second);
   }
+}
+
+// Stores `count` tiles of eight columns, of which a lane has pairs as products give them, times a factor, as fp32:
+// neighbouring lanes exchange a pair of two tiles, so that each has four columns in sequence. All lanes of the warp
+// call it.
+template <int first_tile, int count, int tiles>
+FP_DEVICE void store_fp32_tiles(const float (&values)[tiles][4], int half, int lane, float factor, float* row,
+                                bool exists) {
+  static_assert(count % 2 == 0);
+  const bool is_odd = lane % 2 != 0;
+  float* const mine = row + (is_odd ? 8 : 0) + lane % 4 / 2 * 4;
+#pragma unroll
+  for (int n = first_tile; n < first_tile + count; n += 2) {
+    float kept[2], given[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float here = values[n][half * 2 + i] * factor, there = values[n + 1][half * 2 + i] * factor;
+      kept[i] = is_odd ? there : here;
+      given[i] = __shfl_xor_sync(0xffffffff, is_odd ? here : there, 1);
+    }
+    if (exists)
+      *reinterpret_cast<float4*>(mine + n * 8) = is_odd ? make_float4(given[0], given[1], kept[0], kept[1])
+                                                        : make_float4(kept[0], kept[1], given[0], given[1]);
+  }
+}
+
+// Where a row in fp32 begins: in the partial buffer, or in out if its elements are fp32.
+template <class Traits>
+FP_DEVICE float* fp32_row(const AttentionParams& params, const WorkItem& item, i64 offset) {
+  if constexpr (is_same<typename Traits::Out, float>)
+    return (item.partial_row >= 0 ? params.partial_out : static_cast<float*>(params.out)) + offset;
+  return params.partial_out + offset;
+}
+template <class Traits>
+FP_DEVICE bool writes_fp32(const WorkItem& item) {
+  return is_same<typename Traits::Out, float> || item.partial_row >= 0;
 }
 
 // The lower lane of two gives its second word, and takes the other lane's first one. Words stay in the lanes' order.

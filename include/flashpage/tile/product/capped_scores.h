@@ -5,10 +5,12 @@
 
 namespace flashpage {
 
-// Whether multiply_capped_keys serves a kernel: a cap by the card's tanh is its whole transform.
+// Whether multiply_capped_keys serves a kernel: a cap by the card's tanh is its whole transform, and a tile has two
+// halves for products of 16 tokens.
 template <class Traits>
 inline constexpr bool caps_between_products =
-    approximates_tanh<Traits> && Traits::Variant::only_soft_cap && !has_formats<Traits> && Shape<Traits>::key_bits == 16;
+    approximates_tanh<Traits> && Traits::Variant::only_soft_cap && !has_formats<Traits> &&
+    Shape<Traits>::key_bits == 16 && Traits::tile_kv >= 32;
 
 // As multiply_keys and then transform_scores, but the compiler can spread the cap of the first half of the tokens over
 // the products of the second half: at d 128 a cap costs 0.10 of an uncapped call's time in place of 0.20.
