@@ -94,12 +94,12 @@ struct ColumnsOutput {
     }
     const i64 offset = out_offset<Traits>(params, item, unit, row) + rank * columns;
     if (writes_fp32<Traits>(item)) {
-      store_fp32_tiles<first_tile, count>(values[0], half, lane, factor, fp32_row<Traits>(params, item, offset),
-                                          exists);
+      float* const to = fp32_rows<Traits>(params, item) + offset;
+      store_fp32_tiles<first_tile, count>(values[0], half, lane, factor, to, exists);
     } else if constexpr (sizeof(typename Traits::Out) == 2) {
       using Out = typename Traits::Out;
-      store_tiles<Out, first_tile, count>(values[0], half, lane, factor, static_cast<Out*>(params.out) + offset,
-                                          exists);
+      Out* const to = static_cast<Out*>(params.out) + offset;
+      store_tiles<Out, first_tile, count>(values[0], half, lane, factor, to, exists);
     }
   }
 };

@@ -90,7 +90,7 @@ struct LatentOutput {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if (row_of(n, e) >= unit.num_rows) continue;
-        float* row = fp32_row<Traits>(params, item, out_offset<Traits>(params, item, unit, row_of(n, e)));
+        float* row = fp32_row(row_of(n, e));
         row[column] = e == 0 ? a : b;
         row[column + 8] = e == 0 ? c : d;
       }
@@ -98,6 +98,12 @@ struct LatentOutput {
       write_pair(column, n, a, b);
       write_pair(column + 8, n, c, d);
     }
+  }
+
+  FP_DEVICE float* fp32_row(int row) const {
+    if constexpr (is_same<typename Traits::Out, float>)
+      return fp32_rows<Traits>(params, item) + out_offset<Traits>(params, item, unit, row);
+    return params.partial_out + static_cast<i64>(item.partial_row + row) * Traits::head_dim_vo;
   }
 
   // Lanes of neighbouring columns exchange a number, so that each has two columns of one packed row.

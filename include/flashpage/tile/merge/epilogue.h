@@ -78,16 +78,16 @@ FP_DEVICE void store_fp32_tiles(const float (&values)[tiles][4], int half, int l
   }
 }
 
-// Where a row in fp32 begins: in the partial buffer, or in out if its elements are fp32.
-template <class Traits>
-FP_DEVICE float* fp32_row(const AttentionParams& params, const WorkItem& item, i64 offset) {
-  if constexpr (is_same<typename Traits::Out, float>)
-    return (item.partial_row >= 0 ? params.partial_out : static_cast<float*>(params.out)) + offset;
-  return params.partial_out + offset;
-}
+// Whether a unit's rows are written in fp32, and to where: the partial buffer or, if its elements are fp32, out.
 template <class Traits>
 FP_DEVICE bool writes_fp32(const WorkItem& item) {
   return is_same<typename Traits::Out, float> || item.partial_row >= 0;
+}
+template <class Traits>
+FP_DEVICE float* fp32_rows(const AttentionParams& params, const WorkItem& item) {
+  if constexpr (is_same<typename Traits::Out, float>)
+    return item.partial_row >= 0 ? params.partial_out : static_cast<float*>(params.out);
+  return params.partial_out;
 }
 
 // The lower lane of two gives its second word, and takes the other lane's first one. Words stay in the lanes' order.
