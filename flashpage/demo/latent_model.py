@@ -50,8 +50,7 @@ class LatentLayer:
         self.expand_v = make(c.v_head_dim, heads * dim).view(-1, heads, dim).transpose(0, 1).contiguous()
         self.wo = make(heads * dim, c.hidden, gain=3.0)
         self.mlp_norm = make(c.hidden)
-        self.gate = make(c.hidden, c.intermediate)
-        self.up = make(c.hidden, c.intermediate)
+        self.gate_and_up = torch.cat([make(c.hidden, c.intermediate) for _ in range(2)], 1)
         self.down = make(c.intermediate, c.hidden)
 
 

@@ -48,13 +48,11 @@ class Layer:
         c = config
         self.attention_norm = make(c.hidden)
         # Sharp scores and a large output, so that the next token depends on attention and not only on the last token.
-        self.wq = make(c.hidden, c.num_q_heads * c.head_dim, gain=2.0)
-        self.wk = make(c.hidden, c.num_kv_heads * c.head_dim, gain=2.0)
-        self.wv = make(c.hidden, c.num_kv_heads * c.head_dim)
+        query, key = (make(c.hidden, heads * c.head_dim, gain=2.0) for heads in (c.num_q_heads, c.num_kv_heads))
+        self.wqkv = torch.cat([query, key, make(c.hidden, c.num_kv_heads * c.head_dim)], 1)
         self.wo = make(c.num_q_heads * c.head_dim, c.hidden, gain=3.0)
         self.mlp_norm = make(c.hidden)
-        self.gate = make(c.hidden, c.intermediate)
-        self.up = make(c.hidden, c.intermediate)
+        self.gate_and_up = torch.cat([make(c.hidden, c.intermediate) for _ in range(2)], 1)
         self.down = make(c.intermediate, c.hidden)
 
 
@@ -82,9 +80,9 @@ class Llama:
         turn = rope_angles(positions, c.rope_dim, c.rope_theta)
         for index, layer in enumerate(self.layers):
             h = rms_norm(x, layer.attention_norm, c.norm_eps)
-            x = x + self.attention(layer, h, turn, functools.partial(attend, index)) @ layer.wo
-            h = rms_norm(x, layer.mlp_norm, c.norm_eps)
-            x = x + (torch.nn.functional.silu(h @ layer.gate) * (h @ layer.up)) @ layer.down
+            x = torch.addmm(x, self.attention(layer, h, turn, functools.partial(attend, index)), layer.wo)
+            gate, up = (rms_norm(x, layer.mlp_norm, c.norm_eps) @ layer.gate_and_up).chunk(2, -1)
+            x = torch.addmm(x, torch.nn.functional.silu(gate) * up, layer.down)
         return rms_norm(x, self.norm, c.norm_eps)
 
     def make_layer(self, make: Callable[..., Tensor]) -> Any:
@@ -96,9 +94,8 @@ class Llama:
     ) -> Tensor:
         """The output of one layer's attention before `wo`, [rows, columns]."""
         c = self.config
-        q = rotate((h @ layer.wq).view(-1, c.num_q_heads, c.head_dim), turn)
-        k = rotate((h @ layer.wk).view(-1, c.num_kv_heads, c.head_dim), turn)
-        v = (h @ layer.wv).view(-1, c.num_kv_heads, c.head_dim)
+        rotated, v = (h @ layer.wqkv).unflatten(1, (-1, c.head_dim)).tensor_split([-c.num_kv_heads], 1)
+        q, k = rotate(rotated, turn).tensor_split([c.num_q_heads], 1)
         return attend(q, k, v).flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -107,18 +104,20 @@ class Llama:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-    return (x.float() * scale).to(x.dtype) * weight
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def rope_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [rows, 1, head_dim / 2] of the rotate-half pairs (i, i + head_dim / 2)."""
+    """cos and sin [rows, 1, 1, head_dim / 2] of the rotate-half pairs (i, i + head_dim / 2)."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angle = positions[:, None, None].float() * frequency
+    angle = positions[:, None, None, None].float() * frequency
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = turn
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    halves = x.unflatten(-1, (2, -1))
+    turned = halves * cos  # fp32, as are the angles
+    turned[..., :1, :].addcmul_(halves[..., 1:, :], sin, value=-1)
+    turned[..., 1:, :].addcmul_(halves[..., :1, :], sin)
+    return turned.flatten(-2).to(x.dtype)
