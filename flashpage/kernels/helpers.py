@@ -112,6 +112,7 @@ KERNELS = (
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
 AHEAD = (
     *(KernelSpec(name, out_dtype=dtype) for name in ("merge", "merge_columns") for dtype in _HALF),
+    KernelSpec("merge_columns", out_dtype=DType.FLOAT32),
     *(KernelSpec("merge_states", q_dtype=dtype) for dtype in (*_HALF, DType.FLOAT32)),
     *(KernelSpec("append", kv_dtype=dtype) for dtype in COPIED.values()),
     KernelSpec("plan"),

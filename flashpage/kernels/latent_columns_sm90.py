@@ -42,7 +42,8 @@ def _fitting_rows(work: Work) -> str | None:
 
 
 def _stored(work: Work) -> str | None:
-    """A converting warp's columns of a row, a quarter of V, must share one fp32 scale (convert.h)."""
+    """A converting warp's columns of a row, a quarter of V, have one fp32 scale, or a power of two for each 64 of them
+    (convert.h)."""
     row_format = work.options.latent_format
     if row_format in (latent_formats.PLAIN, *_CONVERTED):
         return None

@@ -211,9 +211,11 @@ class Binding:
 
     def check_span(self, cache: Any) -> None:
         """Refuses a cache that spans more than a kernel of the newest plan can address."""
-        size, pages = self.combination.options.kv_dtype.size, _leading(cache)
+        options, pages = self.combination.options, _leading(cache)
+        size, packed = options.kv_dtype.size, options.latent_row_format
         for name, view in self.cache_views.items():
-            span = ((pages - 1) * view.page_stride + view.page_size * view.token_stride) * size
+            token_stride = packed.row_bytes if packed is not None and packed.by_page else view.token_stride
+            span = ((pages - 1) * view.page_stride + view.page_size * token_stride) * size
             if span > self.most_cache_bytes:
                 raise RunError(
                     f"{name} spans {span} bytes, but the plan's kernel reads at most {self.most_cache_bytes}: "

@@ -8,6 +8,7 @@ the rates.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -182,17 +183,17 @@ def show(case: str, figures: dict[str, dict[str, Any]]) -> None:
 
 def differences(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, float]:
     """How two engines' answers differ, as long as their tokens are the same. `gap`: how far apart the best two tokens
-    are at most where the engines take different ones. SGLang gives no log-probabilities of guesses that it accepts
-    beyond the last token asked for."""
+    are at most where the engines take different ones. With drafts SGLang leaves out the log-probabilities of some
+    requests' first tokens."""
     found, gaps, equal = [], [0.0], 0
     for one, two in zip(own, other, strict=True):
         equal += one["tokens"] == two["tokens"]
-        steps = zip(one["tokens"], two["tokens"], one["logprobs"], two["logprobs"], strict=False)
+        steps = zip(one["tokens"], two["tokens"], _logprobs_of(one), _logprobs_of(two), strict=True)
         for token, other_token, ours, theirs in steps:
             found += [abs(ours[key] - theirs[key]) for key in ours if key in theirs]
             if token != other_token:
                 best = sorted(theirs.values(), reverse=True)
-                gaps.append(best[0] - best[1])
+                gaps += [first - second for first, second in itertools.pairwise(best[:2])]
                 break
     return {
         "prompts": len(own),
@@ -201,6 +202,11 @@ def differences(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[
         "most": max(found),
         "gap": max(gaps),
     }
+
+
+def _logprobs_of(answer: dict[str, Any]) -> list[dict[str, float]]:
+    """One mapping for each token, empty for first tokens that have none."""
+    return [{}] * (len(answer["tokens"]) - len(answer["logprobs"])) + answer["logprobs"]
 
 
 def in_words(found: dict[str, float]) -> str:

@@ -29,6 +29,7 @@ from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tensor_maps import loader_tokens
 from flashpage.kernels.work import Problem, Work
 
+_ELEMENTS = {"bfloat16": "Bf16", "float16": "Half", "float32": "float"}
 _EDGES = (0, 1, 17, 63, 64, 65, 129, 200)
 _ONES = (1,) * len(_EDGES)
 _ROWS_64, _ROWS_96 = {"num_q_heads": 64}, {"num_q_heads": 96}
@@ -62,6 +63,7 @@ TRANSPOSED_CASES = [
     latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), row_format="deepseek_v32-uneven", **_LISTED),
     latent_case("v4", "rows of 584 bytes", (2,), (140,), **_V4, **_LISTED),
     latent_case("tokens", "scales of tokens, fp16", (1,), (170,), row_format="tokens", **_MISTRAL),
+    latent_case("fp32", "fp32 outputs", (1,), (170,), o_dtype="float32"),
     latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
 ]
 COLUMNS_CASES = [
@@ -83,6 +85,7 @@ COLUMNS_CASES = [
     ),
     latent_case("v4", "rows of 584 bytes, a list, two row tiles", (1, 2), (230, 70), **_V4, **_96_LISTED),
     latent_case("v4-turns", "rows of 584 bytes, fp16", (1, 1), (230, 400), q_dtype="float16", **_V4, **_40_LISTED),
+    latent_case("fp32", "fp32 outputs", (1,), (170,), o_dtype="float32", **_ROWS_64),
     latent_case("tokens", "scales of tokens, two row tiles", (2,), (170,), row_format="tokens", **_ROWS_64, **_MISTRAL),
     latent_case("selected-two", "known lengths", (1, 2), (140, 70), selected="lengths", sinks=True, num_q_heads=96),
     latent_case("256-64", "fp16", (1,), (290,), head_dim=320, head_dim_vo=256, q_dtype="float16", num_q_heads=40),
@@ -92,6 +95,7 @@ COLUMNS_CASES = [
 ]
 WIDE_CASES = [
     latent_case("equal", "row tiles side by side, Q by boxes", (2, 2), (130, 60), causal=True, num_q_heads=128),
+    latent_case("fp32", "fp32 outputs", (1,), (170,), o_dtype="float32", **_ROWS_96),
     latent_case("rows-2", "Q by boxes of two rows", (5, 3), (70, 129), causal=True, num_q_heads=32),
     latent_case("edges", "blocks of one unit, and units that follow each other", _ONES, _EDGES, sinks=True, **_ROWS_96),
     latent_case("mtp", "page 16: four boxes, causal", (2, 1), (64, 129), page_size=16, causal=True, num_q_heads=40),
@@ -120,9 +124,12 @@ def spec_of(kernel: AttentionKernel, case: Case) -> KernelSpec:
 def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
     spec = spec_of(kernel, case)
     assert spec.tile is not None
-    names = {"bfloat16": "Bf16", "float16": "Half"}
     source = {"HEADER": f'"{kernel.header}"', "KERNEL": kernel.cpp.removesuffix("<Traits>")}
-    values: dict[str, Any] = source | {"CACHE": names[case.q_dtype], "OUT": names[case.out_type], "LOADER": spec.loader}
+    values: dict[str, Any] = source | {
+        "CACHE": _ELEMENTS[case.q_dtype],
+        "OUT": _ELEMENTS[case.out_type],
+        "LOADER": spec.loader,
+    }
     tile = {name: getattr(spec.tile, name) for name in ("tile_kv", "warps_q", "warps_kv", "warps_v", "stages", "ctas")}
     tile["tile_q"] = spec.tile.tile_q // spec.ctas
     values |= {name.upper(): value for name, value in tile.items()}
@@ -201,7 +208,7 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
             num_q_heads=case.num_q_heads,
             group=params.group,
         )
-        flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type] }", "-DBY_COLUMNS=1")
+        flags = (f"-DOUT={_ELEMENTS[case.out_type]}", "-DBY_COLUMNS=1")
         ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
     return out, lse, left
 

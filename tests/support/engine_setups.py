@@ -51,6 +51,7 @@ SGLANG_OPTIONS: dict[str, Setup] = {
     "llama-1-other": {"model": "llama", "page_size": 64, "backend": "triton"},
     "llama-1-eagle": {**_TREES, "guesses": "EAGLE", "draft": "eagle"},
     "llama-1-itself": {**_TREES, "guesses": "STANDALONE", "draft": "llama"},
+    "llama-1-itself-other": {**_TREES, "guesses": "STANDALONE", "draft": "llama", "backend": "triton"},
     "llama-1-ngrams": {**_TREES, "guesses": "NGRAM"},
     "gptoss-1": {"model": "gptoss"},
     "gptoss-1-other": {"model": "gptoss", "backend": "triton"},

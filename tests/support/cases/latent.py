@@ -159,7 +159,7 @@ def rows() -> list[Case]:
         latent_case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16"),
         latent_case("fp32", "fp32, on the CPU", (1, 2), (90, 130), q_dtype="float32"),
         latent_case("out-fp32", "another type of the output", (1, 2), (90, 130), o_dtype="float32", reduced=True),
-        latent_case("out-fp32-wide", "the same, a cut unit", (1,), (3000,), num_q_heads=128, o_dtype="float32"),
+        latent_case("out-fp32-wide", "a cut unit", (2, 1), (3000, 90), num_q_heads=128, o_dtype="float32"),
         latent_case("256-64", "Mistral's rows", (1, 5), (90, 130), head_dim=320, head_dim_vo=256, causal=True),
         latent_case("512-0", "rows without a tail (Kimi K3)", (1, 5), (90, 130), head_dim=512, causal=True),
         *_fp8_rows(),

@@ -39,8 +39,8 @@ struct PartScales<PowerOfTwo> {
 // them by cp.async and reads no others, so that it waits for the oldest copy alone: when a piece is converted, its
 // place receives that of the next block. Tokens are looked up a block before that.
 //
-// DeepSeek V4's last 64 value columns have 16 bits: the lanes of the last panel of the last part have two pieces of
-// them in place of one.
+// DeepSeek V4's last 64 value columns have 16 bits: lanes of the last panel of the second CTA's last part have
+// two pieces of them in place of one.
 template <class Traits, bool is_tail>
 struct ColumnsConvert {
   using Shared = ColumnsShared<Traits>;
@@ -177,13 +177,13 @@ struct ColumnsConvert {
   FP_DEVICE u8* own_place(int i) const {
     return shared.arriving[static_cast<int>(part)][sharer()][i][threadIdx.x % 32];
   }
-  // Of the second piece of a lane with columns of 16 bits.
+  // The place of the second piece, for lanes whose columns have 16 bits.
   FP_DEVICE u8* second_place(int i) const { return shared.arriving_wide[sharer()][i][threadIdx.x % 32]; }
   // Whether the lane's columns are those of the last panel, if this one has 16 bits.
   FP_DEVICE bool is_wide(int in_row) const {
     return has_wide_panel && part == ColumnsPart::second && ptx::cluster_rank() == 1 && in_row >= panel_pieces;
   }
-  // The lane's piece, or the first one, of the part's columns in the cache's first row.
+  // The lane's first piece of the part's columns in the cache's first row.
   FP_DEVICE const u8* first_piece() const {
     const int in_row = lane() % row_pieces;
     const int offset = in_row * 16 + (is_wide(in_row) ? (in_row - panel_pieces) * 16 : 0);

@@ -59,7 +59,8 @@ struct ColumnsShared {
   float2 states[Warps::groups][group_rows];                     // maxima and sums, where warpgroups take turns
   Present present[is_selected ? slots_ahead : 1][tokens / 32];  // of a slot
   alignas(16) u8 arriving[converts ? Tile::loaded_parts : 1][sharers][pieces_ahead][converts ? 32 : 1][16];
-  alignas(16) u8 arriving_wide[has_wide_panel ? sharers : 1][pieces_ahead][has_wide_panel ? 32 : 1][16];
+  alignas(16) u8
+      arriving_wide[has_wide_panel ? sharers : 1][has_wide_panel ? pieces_ahead : 1][has_wide_panel ? 32 : 1][16];
   WidePlace places[places_ahead];
   PlaceCursor cursor;
   u64 full[slots_ahead][columns_parts];

@@ -78,11 +78,12 @@ FP_DEVICE void store_fp32_tiles(const float (&values)[tiles][4], int half, int l
   }
 }
 
-// Whether a unit's rows are written in fp32, and to where: the partial buffer or, if its elements are fp32, out.
+// Whether a unit's rows are written in fp32.
 template <class Traits>
 FP_DEVICE bool writes_fp32(const WorkItem& item) {
   return is_same<typename Traits::Out, float> || item.partial_row >= 0;
 }
+// Where such rows are: in the partial buffer if the unit is cut, and else in out.
 template <class Traits>
 FP_DEVICE float* fp32_rows(const AttentionParams& params, const WorkItem& item) {
   if constexpr (is_same<typename Traits::Out, float>)

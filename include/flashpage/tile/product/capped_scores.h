@@ -5,29 +5,35 @@
 
 namespace flashpage {
 
-// Whether multiply_capped_keys serves a kernel: a cap by the card's tanh is its whole transform, and a tile has two
-// halves for products of 16 tokens.
+// Whether multiply_capped_keys serves a kernel: a cap by the card's tanh is its whole transform, a tile has two parts
+// for products of 16 tokens, and there are registers for the factors.
 template <class Traits>
 inline constexpr bool caps_between_products =
     approximates_tanh<Traits> && Traits::Variant::only_soft_cap && !has_formats<Traits> &&
-    Shape<Traits>::key_bits == 16 && Traits::tile_kv >= 32;
+    Shape<Traits>::key_bits == 16 && Traits::tile_kv >= 32 && Traits::head_dim_vo <= 128;
 
-// As multiply_keys and then transform_scores, but the compiler can spread the cap of the first half of the tokens over
-// the products of the second half: at d 128 a cap costs 0.10 of an uncapped call's time in place of 0.20.
+// As multiply_keys and then transform_scores, but the compiler can spread the caps of the first tokens over the
+// products of the others. On an H200 4 x 4k of d 128 take 1,684 us, with one product and then all caps 1,727, and 1,882
+// where each tile looks whether heads have scales of their own in between.
 template <class Traits, class QueryFragment, class Between, int token_tiles>
 FP_DEVICE void multiply_capped_keys(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], u32 key, float scale,
                                     const WarpRows& rows, const VariantArgs& args, QueryFragment&& query_fragment,
                                     Between&& between) {
   using S = Shape<Traits>;
   constexpr int half = token_tiles / 4 * 2;
-  clear_scores(scores);
-  multiply_key_tiles<Traits, 0, half>(scores, key, rows.lane, query_fragment, between);
-  const auto row_of = transformed_rows<Traits>(scale, rows, args);
   float factor[S::row_tiles][2];
 #pragma unroll
   for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[m][i] = row_of(m, i).scale;
+    for (int i = 0; i < 2; ++i) factor[m][i] = first_scale_of<Traits>(scale, args);
+  if (__any_sync(0xffffffff, scales_heads(rows.params))) {
+#pragma unroll
+    for (int m = 0; m < S::row_tiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) factor[m][i] *= head_scale_of(rows.params, rows.item, rows.row(m, i).head);
+  }
+  clear_scores(scores);
+  multiply_key_tiles<Traits, 0, half>(scores, key, rows.lane, query_fragment, between);
   const auto cap = [&](int begin, int end) {
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m)
