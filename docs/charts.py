@@ -67,7 +67,9 @@ def ratio_chart(lines: list[Line]) -> str:
             if x["section"] == section:
                 words = f"{x['ratio']:.2f} ({name(x['best_peer']).split()[0]})"
                 rows.append((x["case"], x["ratio"], words, None))
-    note = f"Time of the fastest other library of a run divided by flashpage's, in turns on one {card}. Longer is better."
+    note = (
+        f"Time of the fastest other library of a run divided by flashpage's, in turns on one {card}. Longer is better."
+    )
     return bars("Speed next to the fastest peer", note, rows, 1.0, 1.1 * max([1.4, *(x["ratio"] for x in own)]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,9 +128,10 @@ def test_prefill() -> None:
     close(out, expected)
     close(lse, expected_lse)
     assert "MaxLogits" in repr(largest)
-    for use in (lambda: largest + 1, lambda: largest[0], lambda: largest.shape, lambda: torch.exp(largest), iter):
+    uses: list[Callable[[Any], Any]] = [lambda m: m + 1, lambda m: m / 2, lambda m: m >= 0, lambda m: m == 1, hash]
+    for use in (*uses, lambda m: m[0], lambda m: m.shape, torch.exp, iter):
         with pytest.raises(CapabilityError, match="max_logits of flash_mla_sparse_fwd is not supported: .* use lse"):
-            use(largest) if use is iter else use()
+            use(largest)
     copy.deepcopy(largest)
 
 

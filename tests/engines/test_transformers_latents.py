@@ -68,6 +68,21 @@ def test_glm_has_the_same_layers() -> None:
     assert torch.equal(greedy(model, inputs, 12, past_key_values=hf.PagedCache(model.config)), expected)
 
 
+@pytest.mark.parametrize("config_class", ["GlmMoeDsaConfig", "DeepseekV32Config"])
+def test_rows_that_list_their_tokens(config_class: str) -> None:
+    """Models whose indexer chooses tokens, without pages."""
+    if not hasattr(transformers, config_class):
+        pytest.skip(f"transformers has no {config_class}")
+    hf.register()
+    model = make_model("deepseek-v3", config_class=config_class, index_topk=6, index_n_heads=2, index_head_dim=128)
+    inputs = left_padded(LENGTHS)
+    expected = greedy(model, inputs, 12)
+    model.set_attn_implementation(hf.NAME)
+    assert torch.equal(greedy(model, inputs, 12), expected)
+    with pytest.raises(RunError):
+        greedy(model, inputs, 2, past_key_values=hf.PagedCache(model.config))
+
+
 @pytest.mark.skipif(not hasattr(transformers, "Kimi_K25Config"), reason="transformers has no Kimi K2.5")
 def test_kimi_has_a_text_model_of_the_same_layers() -> None:
     model, inputs = make_kimi(), left_padded(LENGTHS)

@@ -184,8 +184,9 @@ class MaxLogits:
     def __torch_function__(cls, *_: Any) -> NoReturn:
         raise CapabilityError(_NO_MAXIMUM)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __lt__ = __gt__ = __neg__ = _refused
-    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = _refused
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refused
+    __pow__ = __rpow__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __hash__ = _refused
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __array__ = _refused
 
 
 MAX_LOGITS = MaxLogits()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ...base.errors import RunError
-from . import batching, ragged
+from . import batching, masks, ragged
 from .cache_layer import layer_of
-from .call import judge
+from .call import Layer, judge
 
 
 @torch.compiler.disable
@@ -38,6 +38,8 @@ def attention(
         sliding_window: number of tokens that a row sees, its own included.
         softcap: scores become softcap * tanh(score / softcap).
         s_aux: [num_q_heads] sinks in natural-log units, which join the softmax's denominator.
+        indices: [batch, q_length, topk], the tokens that each row sees (DeepSeek V3.2, GLM-5). They become a mask of
+            bits, so the time is that of all tokens.
         cache, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index: given by continuous batching.
 
     Returns:
@@ -46,6 +48,10 @@ def attention(
     options = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     options |= {"s_aux": s_aux, "is_causal": is_causal, "position_bias": position_bias} | kwargs
     layer = judge(module, query, key, value, attention_mask, options)
+    if (indices := kwargs.get("indices")) is not None:
+        if kwargs.get("cache") is not None or layer_of(key) is not None:
+            raise RunError("indices are given, the tokens that rows see: call the model without pages, or use 'sdpa'.")
+        layer = _of_lists(layer, indices, query.shape[2], key.shape[2])
     if kwargs.get("cache") is not None:
         return batching.attend(layer, module.layer_idx, query, key, value, kwargs), None
     if (pages := layer_of(key)) is not None:
@@ -56,6 +62,12 @@ def attention(
             raise RunError(f"cu_seq_lens_q with a batch of {query.shape[0]}: join the requests in one row.")
         return ragged.packed(layer, query, key, value, (q_ends, q_ends if kv_ends is None else kv_ends)), None
     return ragged.attend(layer, query, key, value), None
+
+
+def _of_lists(layer: Layer, indices: torch.Tensor, q_length: int, kv_length: int) -> Layer:
+    """The layer with a mask of the listed tokens, which has the causal mask and the padding in it."""
+    mask = masks.of_lists(indices, layer.mask, q_length, kv_length, layer.call.is_causal)
+    return layer._replace(call=layer.call._replace(has_mask=True), window_left=-1, mask=mask)
 
 
 def batched_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

@@ -77,6 +77,19 @@ def token_rows(is_token: torch.Tensor, device: torch.device) -> Rows:
     return Rows(is_token, index, is_token.sum(1))
 
 
+def of_lists(
+    indices: torch.Tensor, mask: torch.Tensor | None, q_length: int, kv_length: int, is_causal: bool
+) -> torch.Tensor:
+    """The 4-D mask of rows that list their tokens; `mask`: as padding_mask gives it, and is kept."""
+    found = torch.zeros(indices.shape[0], 1, q_length, kv_length, dtype=torch.bool, device=indices.device)
+    found.scatter_(-1, indices.unsqueeze(1).long(), True)
+    if mask is not None and mask.dim() == 4:
+        return found & (mask if mask.dtype == torch.bool else mask == 0)
+    if is_causal:
+        found = found.tril(kv_length - q_length)
+    return found if mask is None else found & mask[:, None, None, :].bool()
+
+
 def bits(mask: torch.Tensor | None, batch: int, q_length: int, kv_length: int) -> Mask | None:
     """A 4-D mask as `plan` takes it; None for other masks."""
     if mask is None or mask.dim() != 4:

@@ -31,7 +31,7 @@ class FlashpagePrefill(MLAPrefillBackend):
 
     @classmethod
     def supports_compute_capability(cls, device_capability: Any) -> bool:
-        return device_capability is None or device_capability.major in (8, 9)
+        return device_capability is None or bool(device_capability.major >= 8)
 
     def prebuild(self, device: torch.device) -> None:
         """Builds the kernels. flashpage's builder of decodes calls this; with another one they are built at first
