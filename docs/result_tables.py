@@ -206,7 +206,7 @@ def energy_table(lines: list[Line]) -> str:
         ratios = [f"{line[key][peer] / line[key][own]:.3f}" for key in ("us", "joules")]
         rows.append([line["case"], name(peer), *cells, *ratios])
     columns = [f"{who}{unit}" for unit in ("us", "J", "W", "MHz") for who in ("", "peer's ")]
-    words = "The libraries are called in turns, as long and as often as the command says; joules are the board's counter (NVML)."
+    words = "The libraries are called in turns, as long and as often as the command says. Joules: the board's counter."
     header = ["case", "peer", *columns, "peer's time / flashpage's", "peer's energy / flashpage's"]
     return f"{words}\n\n{table(header, rows)}"
 

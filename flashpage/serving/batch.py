@@ -24,6 +24,8 @@ def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableW
     positions: list[int] = []
     slots: list[int] = []
     writes: tuple[list[int], list[int], list[int]] = ([], [], [])
+    if all(end - begin == 1 and not is_first for _, begin, end, is_first in works):
+        return _decodes(works, block_size)
     for request, begin, end, is_first in works:
         first = 0 if is_first else begin  # slots of a shared prefix are new to the table too
         known = _slots(request.blocks, first, end, block_size)
@@ -44,6 +46,25 @@ def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableW
         new_lens=_numbers([work.end - work.begin for work in works]),
     )
     return batch, TableWrites(*map(_numbers, writes))
+
+
+def _decodes(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableWrites]:
+    """The batch of a step in which each request has one token after those of the table."""
+    places = [
+        (request.tokens[at], at, request.blocks[at // block_size] * block_size + at % block_size, request.row)
+        for request, at, _, _ in works
+    ]
+    tokens, positions, slots, rows = torch.tensor(places, dtype=torch.int32, device="cpu").T.contiguous()
+    batch = ForwardBatch(
+        ForwardMode.DECODE,
+        tokens=tokens,
+        positions=positions,
+        out_slots=slots,
+        rows=rows,
+        seq_lens=positions + 1,
+        new_lens=torch.ones_like(positions),
+    )
+    return batch, TableWrites(rows, positions, slots)
 
 
 def _slots(blocks: list[int], first: int, end: int, block_size: int) -> list[int]:

@@ -84,12 +84,14 @@ class Scheduler:
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Allocates blocks for that many tokens, preempting others if needed; False if it preempted this one."""
         needed = -(-num_tokens // self.block_size) - len(request.blocks)
+        if needed <= 0:
+            return True
         while needed > self.blocks.num_free:
             last = self.running[-1]
             self._preempt(last)
             if last is request:
                 return False
-        request.blocks += self.blocks.allocate(max(0, needed))
+        request.blocks += self.blocks.allocate(needed)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -120,6 +122,8 @@ class Scheduler:
 
     def _publish(self, request: Request, first: int) -> None:
         """Publishes the blocks from `first` on that have become full."""
+        if request.num_computed // self.block_size == first:
+            return
         hashes = request.block_hashes(self.block_size)
         for i in range(first, request.num_computed // self.block_size):
             self.blocks.publish(request.blocks[i], hashes[i])
