@@ -6,6 +6,7 @@
 // Rows in formats (formats/format.h) are copied as they are stored. The warp converts the keys of a stage to a 16-bit
 // tile, and then its values to the same place.
 #pragma once
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/load/format_rows.h"
 #include "flashpage/tile/load/kv_rows.h"
@@ -64,7 +65,10 @@ struct FewRows {
       zero_padding<typename S::Key, Traits::head_dim_qk>(shared.finished[warp], tokens, lane, 32);
   }
 
-  FP_DEVICE u8* key_stage(int step) { return shared.ring[warp] + step % stages * Shared::stage_bytes; }
+  // The warp's ring is found again for each use on 12.x, where NVRTC has no register for it.
+  FP_DEVICE u8* key_stage(int step) {
+    return shared.ring[ptx::opaque_from<120>(threadIdx.x) / 32] + step % stages * Shared::stage_bytes;
+  }
 
   // The first token of this warp in a step.
   FP_DEVICE i32 first_token(const Unit& unit, int step) const {
