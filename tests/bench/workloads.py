@@ -76,6 +76,7 @@ class Case:
     kv_dtype: torch.dtype = torch.bfloat16
     q_dtype: torch.dtype = torch.bfloat16
     soft_cap: float = 0.0  # 0: none
+    has_sinks: bool = False  # a logit of each query head that has no value
 
     def lens(self, mean: int) -> list[int]:
         return chat(self.batch, mean) if self.kind == "chat" else distribution(self.kind, self.batch, mean)
@@ -182,6 +183,11 @@ FP8_PREFILL = [  # queries are fp8 too, as FlashAttention-3 takes them
     Case("e4m3, ragged 1 x 16k", 1, 16384, 16384, page_size=0, **_E4M3),
     Case("e4m3, ragged 1 x 16k, not causal", 1, 16384, 16384, page_size=0, causal=False, **_E4M3),
     Case("e4m3, ragged 16 x 1k", 16, 1024, 1024, page_size=0, **_E4M3),
+    Case("e4m3, ragged 4 x 4k", 4, 4096, 4096, page_size=0, **_E4M3),
+    *(
+        Case(f"e4m3, ragged 64/8 heads, 1 x {n}k", 1, n << 10, n << 10, num_q_heads=64, page_size=0, **_E4M3)
+        for n in (4, 8, 16, 32)
+    ),
     Case("e4m3, ragged d 64, 1 x 16k", 1, 16384, 16384, head_dim=64, page_size=0, **_E4M3),
     Case("e4m3, ragged d 256, 1 x 16k", 1, 16384, 16384, num_q_heads=16, head_dim=256, page_size=0, **_E4M3),
     Case("e4m3, page 16, 1 x 16k", 1, 16384, 16384, **_E4M3),
@@ -268,11 +274,17 @@ SMALL_PREFILL = [  # so few rows that a call's fixed costs count
 _FOUR_4K: dict[str, Any] = {"batch": 4, "q_len": 4096, "kv_len": 4096, "page_size": 0}
 _WIDE: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256}  # Gemma's heads
 
+_GPT_OSS: dict[str, Any] = {"num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64, "has_sinks": True}
+
 OPTIONS = [  # what models need besides the causal mask
     Case("ragged 4 x 4k, soft cap", soft_cap=50.0, **_FOUR_4K),
     Case("ragged d 256, 4 x 4k, soft cap", soft_cap=50.0, **_WIDE, **_FOUR_4K),
     Case("ragged d 256, 4 x 4k, window 1024", window_left=1023, **_WIDE, **_FOUR_4K),
     Case("ragged d 96, 4 x 4k", head_dim=96, **_FOUR_4K),
+    Case("ragged d 64, 64/8 heads, 4 x 4k, sinks", **_GPT_OSS, **_FOUR_4K),
+    Case("ragged d 64, 64/8 heads, 4 x 4k, sinks, window 128", window_left=127, **_GPT_OSS, **_FOUR_4K),
+    Case("d 64, 64/8 heads, batch 64, context 4k, sinks", 64, 1, 4096, **_GPT_OSS),
+    Case("d 64, 64/8 heads, batch 64, context 4k, sinks, window 128", 64, 1, 4096, window_left=127, **_GPT_OSS),
     Case("batch 64, context 4k, soft cap", 64, 1, 4096, soft_cap=50.0),
     Case("d 256, batch 64, context 4k, soft cap", 64, 1, 4096, soft_cap=50.0, **_WIDE),
     Case("d 256, batch 64, context 4k, 16/2 heads", 64, 1, 4096, num_q_heads=16, num_kv_heads=2, head_dim=256),
