@@ -59,8 +59,7 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
 
 
 def cuda_specs(target: Target) -> list[KernelSpec]:
-    """All specs of a CUDA target. CI compiles those of sm_80 and sm_90a, so tests/jit/test_aot.py limits
-    how many."""
+    """All specs of a CUDA target. CI compiles them, so tests/jit/test_aot.py limits how many."""
     return list(dict.fromkeys((*default_cuda_specs(target), *attention_specs(target))))
 
 

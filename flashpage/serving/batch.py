@@ -25,7 +25,7 @@ def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableW
     slots: list[int] = []
     writes: tuple[list[int], list[int], list[int]] = ([], [], [])
     if all(end - begin == 1 and not is_first for _, begin, end, is_first in works):
-        return _decodes(works, block_size)
+        return _decodes_in_table(works, block_size)
     for request, begin, end, is_first in works:
         first = 0 if is_first else begin  # slots of a shared prefix are new to the table too
         known = _slots(request.blocks, first, end, block_size)
@@ -48,8 +48,9 @@ def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableW
     return batch, TableWrites(*map(_numbers, writes))
 
 
-def _decodes(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableWrites]:
-    """The batch of a step in which each request has one token after those of the table."""
+def _decodes_in_table(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableWrites]:
+    """A DECODE step whose requests are all in the table; make_batch itself builds those with a newly admitted one. What
+    the model reads and what is written to the table are the same tensors."""
     places = [
         (request.tokens[at], at, request.blocks[at // block_size] * block_size + at % block_size, request.row)
         for request, at, _, _ in works

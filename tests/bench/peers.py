@@ -115,7 +115,7 @@ def planned(module_name: str, lengths: Lengths, o_data_type: torch.dtype | None 
 def wrapper_call(
     module_name: str, batch: Batch, o_data_type: torch.dtype | None = None, **options: object
 ) -> Call | None:
-    """flashpage, and libraries with its interface, which take no sinks in `run`."""
+    """flashpage, or a library with its interface. FlashInfer's wrappers take no sinks in `run`: None."""
     if batch.sinks is not None and module_name != "flashpage":
         return None
     wrapper = planned(module_name, batch, o_data_type, **options)

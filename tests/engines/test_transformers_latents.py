@@ -15,6 +15,7 @@ from hf_models import VOCABULARY, greedy, left_padded, make_kimi, make_model
 
 from flashpage import CapabilityError, RunError, hf
 from flashpage.engines.transformers import latents
+from flashpage.engines.transformers.forward import attention
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -79,8 +80,18 @@ def test_rows_that_list_their_tokens(config_class: str) -> None:
     expected = greedy(model, inputs, 12)
     model.set_attn_implementation(hf.NAME)
     assert torch.equal(greedy(model, inputs, 12), expected)
-    with pytest.raises(RunError):
-        greedy(model, inputs, 2, past_key_values=hf.PagedCache(model.config))
+    with pytest.raises(RunError, match="indexed_attention"):
+        hf.PagedCache(model.config)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [({"cache": object()}, "without pages"), ({"sliding_window": 4}, "no window")]
+)
+def test_lists_that_are_refused(change: dict[str, Any], says: str) -> None:
+    q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 4, 5, 16)
+    lists = torch.zeros(1, 3, 2, dtype=torch.int32)
+    with pytest.raises(RunError, match=says):
+        attention(torch.nn.Module(), q, k, k, None, indices=lists, is_causal=True, **change)
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Kimi_K25Config"), reason="transformers has no Kimi K2.5")

@@ -38,8 +38,8 @@ def attention(
         sliding_window: number of tokens that a row sees, its own included.
         softcap: scores become softcap * tanh(score / softcap).
         s_aux: [num_q_heads] sinks in natural-log units, which join the softmax's denominator.
-        indices: [batch, q_length, topk], the tokens that each row sees (DeepSeek V3.2, GLM-5). They become a mask of
-            bits, so the time is that of all tokens.
+        indices: [batch, q_length, topk], the tokens that each row sees (DeepSeek V3.2, GLM-5), without padding. They
+            become a mask of bits: each layer makes a plan, and the time is that of all tokens.
         cache, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index: given by continuous batching.
 
     Returns:
@@ -51,6 +51,8 @@ def attention(
     if (indices := kwargs.get("indices")) is not None:
         if kwargs.get("cache") is not None or layer_of(key) is not None:
             raise RunError("indices are given, the tokens that rows see: call the model without pages, or use 'sdpa'.")
+        if layer.window_left >= 0:
+            raise RunError("indices and sliding_window are given: rows that list their tokens have no window.")
         layer = _of_lists(layer, indices, query.shape[2], key.shape[2])
     if kwargs.get("cache") is not None:
         return batching.attend(layer, module.layer_idx, query, key, value, kwargs), None
@@ -67,7 +69,7 @@ def attention(
 def _of_lists(layer: Layer, indices: torch.Tensor, q_length: int, kv_length: int) -> Layer:
     """The layer with a mask of the listed tokens, which has the causal mask and the padding in it."""
     mask = masks.of_lists(indices, layer.mask, q_length, kv_length, layer.call.is_causal)
-    return layer._replace(call=layer.call._replace(has_mask=True), window_left=-1, mask=mask)
+    return layer._replace(call=layer.call._replace(has_mask=True), mask=mask)
 
 
 def batched_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

@@ -249,14 +249,14 @@ struct ManyRows {
       if constexpr (spread) load_keys<S::key_steps>(unit, tile + 1, step);
     };
     const auto rows = [&] { return WarpRows{params, place.item, unit, warp_row, lane()}; };
-    if constexpr (caps_between_products<Traits>) {
+    if constexpr (splits_capped_scores<Traits>) {
       multiply_capped_keys<Traits>(scores, finished_keys(unit, tile), scale, rows(), args, fragment, copy_part);
     } else {
       multiply_keys<Traits>(scores, finished_keys(unit, tile), lane(), fragment, copy_part);
     }
     if constexpr (spread) ptx::cp_async_commit();
     if constexpr (has_formats<Traits>) Stored::Keys::scale_tokens(scores, shared.key[tile % stages], lane());
-    if (!caps_between_products<Traits> && transforms_scores<Traits>(params, scale))
+    if (!splits_capped_scores<Traits> && transforms_scores<Traits>(params, scale))
       transform_scores<Traits>(scores, scale, rows(), args, first);
     if (masking == Masking::on || (masking == Masking::where_needed && needs_mask<Traits>(unit, first, tokens)))
       mask_scores<Traits>(scores, rows(), args, first);

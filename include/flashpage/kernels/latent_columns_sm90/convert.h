@@ -14,6 +14,7 @@ template <class Scale>
 struct PartScales;
 template <>
 struct PartScales<float> {
+  static constexpr int count = 1;
   float one = 0.f;  // of all columns
 
   FP_DEVICE static PartScales load(const u8* from, int first) {
@@ -24,6 +25,7 @@ struct PartScales<float> {
 };
 template <>
 struct PartScales<PowerOfTwo> {
+  static constexpr int count = 2;
   u32 exponents = 0;  // of the first panel of 64 columns, and of the second one
 
   FP_DEVICE static PartScales load(const u8* from, int first) {
@@ -64,11 +66,12 @@ struct ColumnsConvert {
   static_assert(rows == 32, "each lane has the token of one row");
   static_assert(pieces <= Shared::pieces_ahead, "all pieces of a block may be in flight");
   using Scales = PartScales<typename Format::Scale>;
-  // Whether the last panel of value columns is not in fp8.
-  static constexpr bool has_wide_panel = Shared::has_wide_panel;
-  static_assert(has_wide_panel ? Format::quantised + 64 == Traits::head_dim_vo && Format::rest == 64
+  // Whether the last panel of value columns has 16 bits, which have no scale.
+  static constexpr bool has_rest_panel = Shared::has_rest_panel;
+  static_assert(has_rest_panel ? Format::quantised + 64 == Traits::head_dim_vo && Format::rest == 64
                                : Format::quantised == Traits::head_dim_vo);
-  static_assert(is_tail || columns <= (has_wide_panel ? 2 : 1) * Format::scale_columns, "what PartScales holds");
+  static_assert(is_tail ? is_same<Scales, PartScales<float>> : columns <= Scales::count * Format::scale_columns,
+                "what PartScales holds");
 
   static constexpr u32 nowhere = 0xffffffff;
 
@@ -123,9 +126,9 @@ struct ColumnsConvert {
       }
 #pragma unroll
       for (int k = 0; k < together; ++k) {
-        if constexpr (has_wide_panel) {
-          if (is_wide(in_row)) {
-            write_wide_pieces(step.words[k], i + k, to, k);
+        if constexpr (has_rest_panel) {
+          if (in_rest_panel(in_row)) {
+            write_rest_pieces(step.words[k], i + k, to, k);
             continue;
           }
         }
@@ -178,15 +181,15 @@ struct ColumnsConvert {
     return shared.arriving[static_cast<int>(part)][sharer()][i][threadIdx.x % 32];
   }
   // The place of the second piece, for lanes whose columns have 16 bits.
-  FP_DEVICE u8* second_place(int i) const { return shared.arriving_wide[sharer()][i][threadIdx.x % 32]; }
+  FP_DEVICE u8* second_place(int i) const { return shared.arriving_rest[sharer()][i][threadIdx.x % 32]; }
   // Whether the lane's columns are those of the last panel, if this one has 16 bits.
-  FP_DEVICE bool is_wide(int in_row) const {
-    return has_wide_panel && part == ColumnsPart::second && ptx::cluster_rank() == 1 && in_row >= panel_pieces;
+  FP_DEVICE bool in_rest_panel(int in_row) const {
+    return has_rest_panel && part == ColumnsPart::second && ptx::cluster_rank() == 1 && in_row >= panel_pieces;
   }
   // The lane's first piece of the part's columns in the cache's first row.
   FP_DEVICE const u8* first_piece() const {
     const int in_row = lane() % row_pieces;
-    const int offset = in_row * 16 + (is_wide(in_row) ? (in_row - panel_pieces) * 16 : 0);
+    const int offset = in_row * 16 + (in_rest_panel(in_row) ? (in_row - panel_pieces) * 16 : 0);
     return begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + offset;
   }
   FP_DEVICE static float scale_of(const Scales& scales, int in_row) { return scales.of_panel(in_row / panel_pieces); }
@@ -216,7 +219,8 @@ struct ColumnsConvert {
       const bool exists = at != nowhere;
       const u8* const piece = from + static_cast<u64>(exists ? at : 0) * 16;
       ptx::cp_async<16>(ptx::shared_address(own_place(k)), piece, exists);
-      if (is_wide(lane() % row_pieces)) ptx::cp_async<16>(ptx::shared_address(second_place(k)), piece + 16, exists);
+      if (in_rest_panel(lane() % row_pieces))
+        ptx::cp_async<16>(ptx::shared_address(second_place(k)), piece + 16, exists);
     }
     ptx::cp_async_commit();
   }
@@ -242,8 +246,9 @@ struct ColumnsConvert {
       write_as<Stored>(words, to, i, 0);
     }
   }
-  // Both pieces of a lane whose columns have 16 bits: these lanes are turned.
-  FP_DEVICE void write_wide_pieces(const u32 (&words)[4], int piece, u32 to, int i) const {
+  // Both pieces of a lane whose columns have 16 bits. The lane's panel is an odd one (is_turned), so its second eight
+  // columns come first.
+  FP_DEVICE void write_rest_pieces(const u32 (&words)[4], int piece, u32 to, int i) const {
     const uint4 next = *reinterpret_cast<const uint4*>(second_place(piece));
     const u32 second[4] = {next.x, next.y, next.z, next.w};
     write_as<typename Format::Rest>(second, to, i, 0);

@@ -96,7 +96,7 @@ struct ColumnsOutput {
     if (writes_fp32<Traits>(item)) {
       float* const to = fp32_rows<Traits>(params, item) + offset;
       store_fp32_tiles<first_tile, count>(values[0], half, lane, factor, to, exists);
-    } else if constexpr (sizeof(typename Traits::Out) == 2) {
+    } else if constexpr (!is_same<typename Traits::Out, float>) {
       using Out = typename Traits::Out;
       Out* const to = static_cast<Out*>(params.out) + offset;
       store_tiles<Out, first_tile, count>(values[0], half, lane, factor, to, exists);

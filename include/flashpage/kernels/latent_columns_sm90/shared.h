@@ -45,8 +45,8 @@ struct ColumnsShared {
                                              : by_boxes    ? Warps::computing_registers
                                              : takes_turns ? 216
                                                            : 224;
-  // DeepSeek V4: the last panel of value columns has 16 bits.
-  static constexpr bool has_wide_panel = Traits::latent_format == LatentFormat::deepseek_v4;
+  // Whether the last panel of value columns has 16 bits (DeepSeek V4).
+  static constexpr bool has_rest_panel = Traits::latent_format == LatentFormat::deepseek_v4;
   static constexpr int pieces_ahead = converts ? 8 : 1;  // of 16 bytes, of each lane of a converting warp: a block
   static_assert(Warps::fit(loading_registers, computing_registers, converting_registers));
   static_assert(!takes_turns || slots_ahead % 2 == 0);
@@ -60,7 +60,7 @@ struct ColumnsShared {
   Present present[is_selected ? slots_ahead : 1][tokens / 32];  // of a slot
   alignas(16) u8 arriving[converts ? Tile::loaded_parts : 1][sharers][pieces_ahead][converts ? 32 : 1][16];
   alignas(16) u8
-      arriving_wide[has_wide_panel ? sharers : 1][has_wide_panel ? pieces_ahead : 1][has_wide_panel ? 32 : 1][16];
+      arriving_rest[has_rest_panel ? sharers : 1][has_rest_panel ? pieces_ahead : 1][has_rest_panel ? 32 : 1][16];
   WidePlace places[places_ahead];
   PlaceCursor cursor;
   u64 full[slots_ahead][columns_parts];

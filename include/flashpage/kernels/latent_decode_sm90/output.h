@@ -94,7 +94,7 @@ struct LatentOutput {
         row[column] = e == 0 ? a : b;
         row[column + 8] = e == 0 ? c : d;
       }
-    } else if constexpr (sizeof(typename Traits::Out) == 2) {
+    } else if constexpr (!is_same<typename Traits::Out, float>) {
       write_pair(column, n, a, b);
       write_pair(column + 8, n, c, d);
     }

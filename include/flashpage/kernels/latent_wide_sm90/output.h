@@ -45,7 +45,7 @@ struct WideOutput {
       const i64 offset = out_offset<Traits>(params, item, unit, row) + group * columns;
       if (writes_fp32<Traits>(item)) {
         store_fp32_tiles<0, tiles>(values[0], half, lane, factor, fp32_rows<Traits>(params, item) + offset, exists);
-      } else if constexpr (sizeof(typename Traits::Out) == 2) {
+      } else if constexpr (!is_same<typename Traits::Out, float>) {
         write_row(values, half, factor, static_cast<typename Traits::Out*>(params.out) + offset, exists);
       }
     }

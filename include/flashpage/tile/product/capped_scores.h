@@ -8,19 +8,19 @@ namespace flashpage {
 // Whether multiply_capped_keys serves a kernel: a cap by the card's tanh is its whole transform, a tile has two parts
 // for products of 16 tokens, and there are registers for the factors.
 template <class Traits>
-inline constexpr bool caps_between_products =
+inline constexpr bool splits_capped_scores =
     approximates_tanh<Traits> && Traits::Variant::only_soft_cap && !has_formats<Traits> &&
     Shape<Traits>::key_bits == 16 && Traits::tile_kv >= 32 && Traits::head_dim_vo <= 128;
 
 // As multiply_keys and then transform_scores, but the compiler can spread the caps of the first tokens over the
-// products of the others. On an H200 4 x 4k of d 128 take 1,684 us, with one product and then all caps 1,727, and 1,882
-// where each tile looks whether heads have scales of their own in between.
+// products of the others. An H200, d 128, 4 x 4k: 1,684 us; one product, then all caps: 1,727; scales of heads loaded
+// in each tile's transform: 1,882. At d 256 it spills (docs/tried.md).
 template <class Traits, class QueryFragment, class Between, int token_tiles>
 FP_DEVICE void multiply_capped_keys(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], u32 key, float scale,
                                     const WarpRows& rows, const VariantArgs& args, QueryFragment&& query_fragment,
                                     Between&& between) {
   using S = Shape<Traits>;
-  constexpr int half = token_tiles / 4 * 2;
+  constexpr int first_part = token_tiles / 4 * 2;
   float factor[S::row_tiles][2];
 #pragma unroll
   for (int m = 0; m < S::row_tiles; ++m)
@@ -33,7 +33,7 @@ FP_DEVICE void multiply_capped_keys(float (&scores)[Shape<Traits>::row_tiles][to
       for (int i = 0; i < 2; ++i) factor[m][i] *= head_scale_of(rows.params, rows.item, rows.row(m, i).head);
   }
   clear_scores(scores);
-  multiply_key_tiles<Traits, 0, half>(scores, key, rows.lane, query_fragment, between);
+  multiply_key_tiles<Traits, 0, first_part>(scores, key, rows.lane, query_fragment, between);
   const auto cap = [&](int begin, int end) {
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m)
@@ -42,9 +42,9 @@ FP_DEVICE void multiply_capped_keys(float (&scores)[Shape<Traits>::row_tiles][to
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[m][n][e] = SoftCap<true>::of_argument(scores[m][n][e] * factor[m][e / 2]);
   };
-  cap(0, half);
-  multiply_key_tiles<Traits, half, token_tiles>(scores, key, rows.lane, query_fragment, [](int) {});
-  cap(half, token_tiles);
+  cap(0, first_part);
+  multiply_key_tiles<Traits, first_part, token_tiles>(scores, key, rows.lane, query_fragment, [](int) {});
+  cap(first_part, token_tiles);
 }
 
 }  // namespace flashpage

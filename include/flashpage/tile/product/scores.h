@@ -47,6 +47,7 @@ FP_DEVICE void multiply_key_tiles(float (&scores)[Shape<Traits>::row_tiles][toke
                                   QueryFragment&& query_fragment, Between&& between) {
   using S = Shape<Traits>;
   using Rows = typename S::KeyRows;
+  static_assert(begin % 2 == 0 && end % 2 == 0, "products of 16 tokens");
   u32 lane_address = Rows::lane_address(key, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll S::key_unroll
   for (int step = 0; step < S::key_steps; ++step) {
