@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from . import latent_formats, latent_wide_sm90
+from . import latent_wide_sm90
 from .ahead import ONE_TOKEN, latent_rows, listed_rows
 from .kernel import ANY_BYTES
 from .latent_decode_sm90 import loader
@@ -18,7 +18,6 @@ from .work import Work
 LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 _TOKENS = 64  # of a block
 _MOST_STAGES = 8  # the header uses as many as fit
-_CONVERTED = (latent_formats.SCALED, "deepseek_v32", "deepseek_v4")
 
 
 def _most_cache_bytes(spec: KernelSpec) -> int:
@@ -41,15 +40,6 @@ def _fitting_rows(work: Work) -> str | None:
     return None
 
 
-def _stored(work: Work) -> str | None:
-    """A converting warp's columns of a row, a quarter of V, have one fp32 scale, or a power of two for each 64 of them
-    (convert.h)."""
-    row_format = work.options.latent_format
-    if row_format in (latent_formats.PLAIN, *_CONVERTED):
-        return None
-    return f"it does not convert rows of the format {row_format}"
-
-
 def _value_columns(work: Work) -> str | None:
     """Each CTA's value columns are two parts of whole panels: head_dim_ckv 256 or 512."""
     columns = work.options.head_dim_vo
@@ -61,7 +51,7 @@ KERNEL = dataclasses.replace(
     name="latent_columns_sm90",
     header="flashpage/kernels/latent_columns_sm90/kernel.h",
     cpp="LatentColumnsSm90<Traits>",
-    accepts=(_fitting_rows, _stored, _value_columns, *latent_wide_sm90.OPTIONS),
+    accepts=(_fitting_rows, _value_columns, *latent_wide_sm90.OPTIONS),
     loader=loader,
     tile=_tile,
     v_line_bytes=NARROW_LINE_BYTES,

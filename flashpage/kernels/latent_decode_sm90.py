@@ -13,7 +13,6 @@ from .work import InnerLoop, Work
 
 _TOKENS = 64  # of a slot: the rows of a product
 _MOST_STAGES = 8  # the header uses as many as fit
-_CONVERTED = (latent_formats.SCALED, "deepseek_v32", "deepseek_v4")  # convert.h
 _TEAM, _TEAMS = 4, 2  # the warps of a team share a slot's tokens, and the teams its columns
 
 
@@ -46,8 +45,6 @@ def _stored(work: Work) -> str | None:
     options = work.options
     if options.latent_format == latent_formats.PLAIN:
         return None
-    if options.latent_format not in _CONVERTED:
-        return f"it does not convert rows of the format {options.latent_format}"
     columns, tail = options.head_dim_vo, options.tail_columns
     if columns in (256, 512) and tail in (0, 64):
         return None

@@ -8,7 +8,6 @@ the rates.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -193,7 +192,7 @@ def differences(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[
             found += [abs(ours[key] - theirs[key]) for key in ours if key in theirs]
             if token != other_token:
                 best = sorted(theirs.values(), reverse=True)
-                gaps += [first - second for first, second in itertools.pairwise(best[:2])]
+                gaps.append(best[0] - best[1] if best else 0.0)  # a token without log-probabilities has no gap
                 break
     return {
         "prompts": len(own),

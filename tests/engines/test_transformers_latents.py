@@ -85,13 +85,19 @@ def test_rows_that_list_their_tokens(config_class: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), [({"cache": object()}, "without pages"), ({"sliding_window": 4}, "no window")]
+    ("change", "says"),
+    [
+        ({"cache": object()}, "without pages"),
+        ({"sliding_window": 4}, "sliding_window=4 with indices: pass None"),
+        ({"indices": torch.zeros(3, 2).int()}, r"indices has shape \(3, 2\): pass \[batch, 3, topk\]"),
+        ({"attention_mask": torch.full((1, 1, 3, 5), -0.5)}, "attention_mask adds numbers to the scores"),
+    ],
 )
 def test_lists_that_are_refused(change: dict[str, Any], says: str) -> None:
     q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 4, 5, 16)
-    lists = torch.zeros(1, 3, 2, dtype=torch.int32)
+    given = {"attention_mask": None, "indices": torch.zeros(1, 3, 2, dtype=torch.int32), "is_causal": True}
     with pytest.raises(RunError, match=says):
-        attention(torch.nn.Module(), q, k, k, None, indices=lists, is_causal=True, **change)
+        attention(torch.nn.Module(), q, k, k, **given | change)
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Kimi_K25Config"), reason="transformers has no Kimi K2.5")

@@ -87,11 +87,10 @@ class SparseCall(NamedTuple):
 def attend(call: SparseCall, lists: list[Lists], attn_sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [rows, heads, head_dim_vo] and LSE [rows, heads], base e and without the sink, over all lists."""
     if len(lists) > 1:  # states are merged in fp32, so that the output is rounded once
-        out, lse = call._replace(out_dtype=torch.float32).state(lists[0])
-        for others in lists[1:]:
-            merge_state_in_place(out, lse, *call._replace(out_dtype=torch.float32).state(others))
-    else:
-        out, lse = call.state(lists[0])
+        call = call._replace(out_dtype=torch.float32)
+    out, lse = call.state(lists[0])
+    for others in lists[1:]:
+        merge_state_in_place(out, lse, *call.state(others))
     lse = lse * LN_2
     if attn_sink is not None:
         sink = checks.tensor(attn_sink, "attn_sink", RunError)

@@ -52,7 +52,9 @@ def attention(
         if kwargs.get("cache") is not None or layer_of(key) is not None:
             raise RunError("indices are given, the tokens that rows see: call the model without pages, or use 'sdpa'.")
         if layer.window_left >= 0:
-            raise RunError("indices and sliding_window are given: rows that list their tokens have no window.")
+            raise RunError(
+                f"sliding_window={sliding_window} with indices: pass None, as rows list the tokens they see."
+            )
         layer = _of_lists(layer, indices, query.shape[2], key.shape[2])
     if kwargs.get("cache") is not None:
         return batching.attend(layer, module.layer_idx, query, key, value, kwargs), None

@@ -81,10 +81,12 @@ def of_lists(
     indices: torch.Tensor, mask: torch.Tensor | None, q_length: int, kv_length: int, is_causal: bool
 ) -> torch.Tensor:
     """The 4-D mask of rows that list their tokens; `mask`: as padding_mask gives it, and is kept."""
+    if indices.dim() != 3 or indices.shape[1] != q_length:
+        raise RunError(f"indices has shape {tuple(indices.shape)}: pass [batch, {q_length}, topk].")
     found = torch.zeros(indices.shape[0], 1, q_length, kv_length, dtype=torch.bool, device=indices.device)
     found.scatter_(-1, indices.unsqueeze(1).long(), True)
     if mask is not None and mask.dim() == 4:
-        return found & (mask if mask.dtype == torch.bool else mask == 0)
+        return found & _visible(mask)
     if is_causal:
         found = found.tril(kv_length - q_length)
     return found if mask is None else found & mask[:, None, None, :].bool()
@@ -98,9 +100,14 @@ def bits(mask: torch.Tensor | None, batch: int, q_length: int, kv_length: int) -
         raise RunError(
             f"attention_mask has shape {tuple(mask.shape)}: pass one for all heads, {(batch, 1, q_length, kv_length)}."
         )
-    if mask.dtype != torch.bool:
-        visible = mask == 0
-        if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-            raise RunError("attention_mask adds numbers to the scores: pass a bool mask.")
-        mask = visible
-    return Mask(mask.expand(batch, 1, q_length, kv_length).flatten())
+    return Mask(_visible(mask).expand(batch, 1, q_length, kv_length).flatten())
+
+
+def _visible(mask: torch.Tensor) -> torch.Tensor:
+    """A 4-D mask as truth values."""
+    if mask.dtype == torch.bool:
+        return mask
+    visible = mask == 0
+    if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+        raise RunError("attention_mask adds numbers to the scores: pass a bool mask.")
+    return visible

@@ -100,6 +100,7 @@ struct LatentOutput {
     }
   }
 
+  // The offset of a partial alone takes no registers that out_offset would spill.
   FP_DEVICE float* fp32_row(int row) const {
     if constexpr (is_same<typename Traits::Out, float>)
       return fp32_rows<Traits>(params, item) + out_offset<Traits>(params, item, unit, row);
