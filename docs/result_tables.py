@@ -32,6 +32,7 @@ TITLES = {  # sections in the order of the page
     "energy": "Energy of long prompts",
     "counters": "Hardware counters of a call",
     "engine": "flashpage's engine, tokens per second by attention",
+    "engine-steps": "Where a step of flashpage's engine spends its time",
     "host": "Host time of plan and run",
     "sglang": "SGLang, tokens per second by attention backend",
     "vllm": "vLLM, tokens per second by attention backend",
@@ -266,6 +267,22 @@ def own_engine_table(lines: list[Line]) -> str:
     return table(["trace", "attention", "decode", "tokens/s", "decode step us", "flashpage's / own", "wrong"], rows)
 
 
+def own_steps_table(lines: list[Line]) -> str:
+    """The parts of a step of this repository's engine."""
+    kinds = ("step_us", "attention_us", "products_us", "other_us", "plan_us", "host_step_us")
+    rows = [
+        [line["case"], label, *(f"{own[kind]:,.0f}" for kind in kinds)]
+        for line in lines
+        for label, own in line["figures"].items()
+    ]
+    words = (
+        "Means of profiled steps in microseconds; what the kernels leave of a step is time in which the card waits. "
+        "Planning is the host's time; the last column is the host's median of a whole step, its waits included."
+    )
+    header = ["trace", "attention", "step", "kernels of attention", "matrix products", "other kernels", "planning"]
+    return f"{words}\n\n{table([*header, 'host'], rows)}"
+
+
 def engine_table(lines: list[Line]) -> str:
     """Rates of an engine with each attention backend; the ratio is flashpage's to the best other one's."""
     kinds, rows = ("new_per_s", "decode_per_s", "prefill_per_s"), []
@@ -377,6 +394,7 @@ TABLES = {  # of other sections: card_table
     "host": host_table,
     "sglang": engine_table,
     "vllm": engine_table,
+    "engine-steps": own_steps_table,
     "vllm-steps": steps_table,
     "sglang-steps": steps_table,
     "torch-attention": torch_table,

@@ -1,8 +1,10 @@
 """Tokens per second of flashpage's engine with its own attention, FlashInfer's and torch's, on one model and trace.
 
 All requests arrive at once; prompts are computed in chunks next to the decodes of earlier requests. A row is the
-median of some runs of the whole trace after one to warm up. `wrong` counts tokens of the first requests that are
-neither torch's own nor within rounding of them. `--small --device cpu` only shows that the program works.
+median of some runs of the whole trace after one to warm up; the libraries take turns. `wrong` counts tokens of the
+first requests that are neither torch's own nor within rounding of them. `--profile` records the parts of a step in
+place of the rates: kernels of attention and of matrix products, other kernels, and the host's time to plan. `--small
+--device cpu` only shows that the program works.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from record import Recorder
 from sdpa_attention import SdpaAttention
+from step_profile import is_product, kernels_of, note_time, of_a_step, started
 
 from flashpage.demo.model import Config, Llama
 from flashpage.demo.reference import check_tokens
@@ -120,9 +123,10 @@ def trace(num_requests: int, mean_prompt: int, new_tokens: int, vocabulary: int)
     return found
 
 
-def run_once(
-    model: Llama, engine: Engine, work: list[tuple[list[int], int]]
-) -> tuple[float, list[float], list[Request]]:
+Run = tuple[float, list[float], list[Request]]
+
+
+def run_once(engine: Engine, work: list[tuple[list[int], int]]) -> Run:
     """Seconds of the whole trace and of each step that decoded all requests, and the requests."""
     requests, decodes = [Request(list(prompt), new) for prompt, new in work], []
     for request in requests:
@@ -138,27 +142,64 @@ def run_once(
     return last - begin, decodes, requests
 
 
-def measure(label: str, model: Llama, work: list[tuple[list[int], int]], arguments: argparse.Namespace) -> list[Any]:
-    """One row, without the column of ratios."""
+def engine_of(label: str, model: Llama, work: list[tuple[list[int], int]], step_tokens: int) -> Engine:
+    """An engine that has run the trace once."""
     _, make, is_captured = ATTENTION[label]
-    longest = max(len(prompt) + new for prompt, new in work)
     config = EngineConfig(
         num_blocks=1 + sum(-(-(len(prompt) + new) // 16) for prompt, new in work),
         max_requests=len(work),
-        max_context=longest,
-        max_step_tokens=arguments.step_tokens,
+        max_context=max(len(prompt) + new for prompt, new in work),
+        max_step_tokens=step_tokens,
         reuse_prefixes=False,  # so that every run computes the same
         use_graphs=is_captured,
     )
     engine = Engine(model, config, make())
     for layer in range(model.config.num_layers):
         engine.pool.kv(layer).zero_()  # not every library tolerates NaN after a request's end
-    run_once(model, engine, work)
-    runs = [run_once(model, engine, work) for _ in range(arguments.repeats)]
+    run_once(engine, work)
+    return engine
+
+
+def row(label: str, model: Llama, runs: list[Run]) -> list[Any]:
+    """One row, without the column of ratios."""
     seconds = statistics.median(run[0] for run in runs)
     step = statistics.median(step for run in runs for step in run[1])
     wrong = check_tokens(model, runs[0][2][:3]).wrong
-    return [label, "captured" if is_captured else "eager", seconds, sum(new for _, new in work) / seconds, step, wrong]
+    how = "captured" if ATTENTION[label][2] else "eager"
+    return [label, how, seconds, sum(len(r.generated) for r in runs[0][2]) / seconds, step, wrong]
+
+
+def profiled(engine: Engine, work: list[tuple[list[int], int]]) -> dict[str, dict[str, float]]:
+    """The parts of a step, in microseconds: of steps with prompts, and of those that decode all requests."""
+    times: dict[str, list[float]] = {}
+    plans = ("init_forward_metadata", "init_forward_metadata_replay_cuda_graph")
+    calls = [(engine, "step"), *((engine.backend, name) for name in plans)]
+    for owner, name in calls:
+        note_time(owner, name, times)
+    requests = [Request(list(prompt), new) for prompt, new in work]
+    for request in requests:
+        engine.add(request)
+    phases: dict[str, dict[str, Any]] = {}
+    for phase in ("prompts", "decodes"):
+        profiler, steps = started(), 0
+        while not any(request.is_complete for request in requests):
+            if all(request.num_pending == 1 for request in requests) != (phase == "decodes"):
+                break
+            engine.step()
+            steps += 1
+        phases[phase] = kernels_of(profiler, times) | {"steps": steps}
+    while engine.has_work:
+        engine.step()
+    for owner, name in calls:
+        delattr(owner, name)
+    return {phase: parts_of(found) for phase, found in phases.items()}
+
+
+def parts_of(phase: dict[str, Any]) -> dict[str, float]:
+    products = sum(us for name, _, us in phase["kernels"] if is_product(name))
+    others = phase["busy_us"] - phase["attention_us"] - products
+    shares = {"products_us": products / phase["steps"], "other_us": others / phase["steps"]}
+    return of_a_step(phase) | {name: round(us, 1) for name, us in shares.items()}
 
 
 def main() -> int:
@@ -171,26 +212,40 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--profile", action="store_true", help="record the parts of a step; needs a card")
     parser.add_argument("--json", help="append a line with all rows to this file (docs/figures.py reads it)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = Llama(SMALL if arguments.small else MODEL, device, dtype)
     work = trace(arguments.requests, arguments.prompt, arguments.new_tokens, model.config.vocabulary)
+    case = f"{len(work)} requests, mean prompt {arguments.prompt}, at most {arguments.new_tokens} new tokens"
+    recorder = Recorder(arguments.json)
+    wanted = [
+        label
+        for label, (module, *_) in ATTENTION.items()
+        if arguments.only in label and importlib.util.find_spec(module) is not None
+    ]
+    if arguments.profile:
+        parts = {label: profiled(engine_of(label, model, work, arguments.step_tokens), work) for label in wanted}
+        for phase in ("prompts", "decodes"):
+            figures = {label: found[phase] for label, found in parts.items()}
+            print(phase, *(f"{label}: {found}" for label, found in figures.items()), sep="\n  ")
+            recorder.add("engine-steps", f"{case}: steps with {phase}", figures=figures)
+        return 0
     prompts = sum(len(prompt) for prompt, _ in work)
     print(f"{len(work)} requests, {prompts} prompt tokens, {sum(new for _, new in work)} new tokens; {model.config}")
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
+    engines = {label: engine_of(label, model, work, arguments.step_tokens) for label in wanted}
+    turns = [{label: run_once(engine, work) for label, engine in engines.items()} for _ in range(arguments.repeats)]
     best, figures = None, {}
-    for label, (module, _, _) in ATTENTION.items():
-        if arguments.only not in label or importlib.util.find_spec(module) is None:
-            continue
-        name, how, seconds, rate, step, wrong = measure(label, model, work, arguments)
+    for label in wanted:
+        name, how, seconds, rate, step, wrong = row(label, model, [turn[label] for turn in turns])
         best = best or rate
         print(f"| {name} | {how} | {seconds:.3f} | {rate:,.0f} | {step * 1e6:,.0f} | {rate / best:.2f} | {wrong} |")
         sys.stdout.flush()
         figures[label] = {"how": how, "tokens_per_s": round(rate), "decode_step_us": round(step * 1e6), "wrong": wrong}
-    case = f"{len(work)} requests, mean prompt {arguments.prompt}, at most {arguments.new_tokens} new tokens"
-    Recorder(arguments.json).add("engine", case, figures=figures)
+    recorder.add("engine", case, figures=figures)
     return 0
 
 

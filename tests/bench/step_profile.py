@@ -16,7 +16,10 @@ import torch
 _STEPS = 24  # that only decode
 # Kernels of attention: their own planning and merges too, but no cache write, and nothing else of these libraries.
 _ATTENTION = re.compile(r"flash|(Prefill|Decode)With\w*KVCache|MergeStates|mha|mla", re.IGNORECASE)
-_PLANS, _WHOLE = (".build", "init_forward_metadata"), (".execute_model", "run_batch")  # of vLLM, and of SGLang
+# Of vLLM, of SGLang and of this repository's engine.
+_PLANS = (".build", "init_forward_metadata", "init_forward_metadata_replay_cuda_graph")
+_WHOLE = (".execute_model", "run_batch", "Engine.step")
+_PRODUCTS = re.compile(r"gemm|gemv|nvjet|cutlass|xmma|splitK", re.IGNORECASE)  # of matrices
 _OTHER = re.compile("_and_cache|append|write|sampling|norm|rope", re.IGNORECASE)
 
 
@@ -39,20 +42,20 @@ def profiled(llm: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
     calls = _calls()
     for owner, name in calls:
-        _time(owner, name, times)
+        note_time(owner, name, times)
     engine, started, steps, found = llm.llm_engine, set[str](), 0, dict[str, Any]()
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    profiler, with_prompts = _started(), 0
+    profiler, with_prompts = started(), 0
     while engine.has_unfinished_requests() and steps < _STEPS:
         answers = engine.step()
         with_prompts += len(started) < len(prompts)
         steps += len(started) == len(prompts)
         started |= {answer.request_id for answer in answers if answer.outputs[0].token_ids}
         if len(started) == len(prompts) and "prompts" not in found:
-            found["prompts"] = _kernels(profiler, times) | {"steps": with_prompts}
-            profiler = _started()
-    found["decodes"] = _kernels(profiler, times) | {"steps": steps}
+            found["prompts"] = kernels_of(profiler, times) | {"steps": with_prompts}
+            profiler = started()
+    found["decodes"] = kernels_of(profiler, times) | {"steps": steps}
     engine.abort_request(list(map(str, range(len(prompts)))))
     while engine.has_unfinished_requests():
         engine.step()
@@ -72,14 +75,14 @@ def _calls() -> list[tuple[Any, str]]:
     return calls + [(one, "execute_model") for one in found if type(one).__name__ == "GPUModelRunner"]
 
 
-def _started() -> Any:
+def started() -> Any:
     torch.cuda.synchronize()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     profiler.start()
     return profiler
 
 
-def _time(owner: Any, name: str, times: dict[str, list[float]]) -> None:
+def note_time(owner: Any, name: str, times: dict[str, list[float]]) -> None:
     """Notes the seconds of each call of a method."""
     call, key = getattr(owner, name), f"{type(owner).__name__}.{name}"
 
@@ -92,7 +95,7 @@ def _time(owner: Any, name: str, times: dict[str, list[float]]) -> None:
     setattr(owner, name, timed)
 
 
-def _kernels(profiler: Any, times: dict[str, list[float]]) -> dict[str, Any]:
+def kernels_of(profiler: Any, times: dict[str, list[float]]) -> dict[str, Any]:
     """Ends a profile: the time of its kernels by their names, and the host's times since the last one."""
     torch.cuda.synchronize()
     profiler.stop()
@@ -123,6 +126,10 @@ def sums_of(kernels: list[Span]) -> dict[str, Any]:
 
 def is_attention(kernel: str) -> bool:
     return bool(_ATTENTION.search(kernel)) and not _OTHER.search(kernel)
+
+
+def is_product(kernel: str) -> bool:
+    return bool(_PRODUCTS.search(kernel)) and not is_attention(kernel)
 
 
 def covered(events: list[Span]) -> float:

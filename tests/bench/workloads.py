@@ -257,6 +257,7 @@ MORE_PREFILL = [  # other shapes, so that nothing is tuned to the table above al
         Case(f"group size {group}, ragged 1 x 8k", num_q_heads=q_heads, num_kv_heads=kv_heads, **_RAGGED_8K)
         for group, (q_heads, kv_heads) in _HEADS.items()
     ),
+    Case("window 512, page 16, 4 x 4k", 4, 4096, 4096, window_left=511),
     Case("window 4096, page 16, 1 x 32k", 1, 32768, 32768, window_left=4095),
     Case("chunk 2048 on 32k, page 16", 1, 2048, 32768),
     Case("chunk 2048 on 128k, page 16", 1, 2048, 131072),
