@@ -96,7 +96,7 @@ def card_table(lines: list[Line]) -> str:
         rows.append([line["case"], own, rate, *times, ratio, *errors])
     header = ["case", "flashpage us", unit, *(f"{name(p)} us" for p in peers), "best peer / flashpage"]
     header += ["error", "best peer's"]
-    return widened_products(lines[0]) + table(header, rows) + mean_of(lines)
+    return widened_products(lines[0]) + smaller_card(lines) + table(header, rows) + mean_of(lines)
 
 
 def widened_products(line: Line) -> str:
@@ -108,6 +108,18 @@ def widened_products(line: Line) -> str:
         "products of fp16 (HMMA m16n8k16), but for sm_89 and sm_120 into one product of e4m3 (QMMA). So the ratio says",
         "nothing of an Ada card's fp8 rate, by its datasheet twice that of fp16, and the error holds for sums in fp32,",
         "of which QMMA may keep fewer bits.",
+    ]
+    return " ".join(words) + "\n\n"
+
+
+def smaller_card(lines: list[Line]) -> str:
+    """The paragraph on what a peer was told of the card, before a table under another card's profile."""
+    if not any("shared_limit.so" in line["command"] for line in lines):
+        return ""
+    words = [
+        "`shared_limit.so` (tests/bench/shared_limit.cpp) tells peers that a multiprocessor has the other card's shared",
+        "memory, as the profile tells flashpage. flashpage plans for the other card's number of multiprocessors, too;",
+        "peers use all of this card's.",
     ]
     return " ".join(words) + "\n\n"
 
