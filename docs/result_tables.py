@@ -117,9 +117,9 @@ def smaller_card(lines: list[Line]) -> str:
     if not any("shared_limit.so" in line["command"] for line in lines):
         return ""
     words = [
-        "`shared_limit.so` (tests/bench/shared_limit.cpp) tells peers that a multiprocessor has the other card's shared",
-        "memory, as the profile tells flashpage. flashpage plans for the other card's number of multiprocessors, too;",
-        "peers use all of this card's.",
+        "`shared_limit.so` (tests/bench/shared_limit.cpp) tells peers that a multiprocessor has the other card's",
+        "shared memory, as the profile tells flashpage. flashpage plans for the other card's number of",
+        "multiprocessors, too; peers use all of this card's.",
     ]
     return " ".join(words) + "\n\n"
 
