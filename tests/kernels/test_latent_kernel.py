@@ -234,6 +234,14 @@ def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
 
 
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.rare) for seed in (2, 3))])
+@pytest.mark.parametrize(("kernel", "case"), ROWS, ids=lambda value: getattr(value, "name", None))
+def test_warps_may_sleep(kernel: AttentionKernel, case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No warp counts on others being as fast: one that misses a phase of a barrier waits for ever."""
+    monkeypatch.setenv("FLASHPAGE_HOST_SEED", str(seed))
+    test_the_kernel_on_the_host(kernel, case, 48)
+
+
 @pytest.mark.parametrize(("kernel", "heads"), [(BY_COLUMNS, 64), (WIDE, 128)])
 def test_large_weights_are_exact(kernel: AttentionKernel, heads: int) -> None:
     """A row's largest weight is 1 as a factor of its values, so that little but the output's rounding is left. With

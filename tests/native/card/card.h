@@ -113,6 +113,27 @@ inline void resume_thread() {
   enter();
 }
 
+// Warps that fall asleep at random, some of them for long, as warps of a card may: FLASHPAGE_HOST_SEED, 0 for none.
+struct Sleep {
+  unsigned long long state;
+  std::vector<unsigned> sweeps;  // that each warp still sleeps
+
+  explicit Sleep(unsigned warps) : state(0), sweeps(warps) {
+    if (const char* seed = std::getenv("FLASHPAGE_HOST_SEED")) state = std::strtoull(seed, nullptr, 10) % 2147483647;
+  }
+  unsigned draw(unsigned below) { return (state = state * 48271 % 2147483647) % below; }  // std::minstd_rand
+  void next_sweep() {
+    if (state == 0) return;
+    for (unsigned& left : sweeps) {
+      if (left > 0) {
+        --left;
+      } else if (draw(8) == 0) {
+        left = draw(16) == 0 ? 400 : 2;
+      }
+    }
+  }
+};
+
 // Runs `kernel` in each cluster of a grid, one after another; most kernels have clusters of one CTA.
 inline void launch(unsigned grid, unsigned threads_of_cta, std::function<void()> kernel, unsigned cluster_ctas = 1) {
   constexpr size_t stack_bytes = 1 << 16;
@@ -137,14 +158,17 @@ inline void launch(unsigned grid, unsigned threads_of_cta, std::function<void()>
       beginnings[i].uc_stack.ss_size = stack_bytes;
       makecontext(&beginnings[i], thread_main, 0);
     }
-    for (unsigned running = num_threads; running > 0;) {
+    Sleep sleep((num_threads + 31) / 32);
+    for (unsigned running = num_threads; running > 0; sleep.next_sweep()) {
       running = 0;
       for (unsigned i = 0; i < num_threads; ++i) {
         if (done[i]) continue;
-        fiber = i;
-        threadIdx.x = i % threads_of_cta;
-        blockIdx.x = first_cta + i / threads_of_cta;
-        resume_thread();
+        if (sleep.sweeps[i / 32] == 0) {
+          fiber = i;
+          threadIdx.x = i % threads_of_cta;
+          blockIdx.x = first_cta + i / threads_of_cta;
+          resume_thread();
+        }
         running += !done[i];
       }
     }
