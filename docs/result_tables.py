@@ -119,7 +119,9 @@ def smaller_card(lines: list[Line]) -> str:
     words = [
         "`shared_limit.so` (tests/bench/shared_limit.cpp) tells peers that a multiprocessor has the other card's",
         "shared memory, as the profile tells flashpage. flashpage plans for the other card's number of",
-        "multiprocessors, too; peers use all of this card's.",
+        "multiprocessors, too; peers use all of this card's, and unless the command says `SHARED_HELD=1` as many of",
+        "their CTAs share a multiprocessor as fit its own 228 KiB: by fa2's rule two at 192/128 and at d 256, where",
+        "the other card has room for one.",
     ]
     return " ".join(words) + "\n\n"
 
