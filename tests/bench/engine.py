@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from record import Recorder
 from sdpa_attention import SdpaAttention
-from step_profile import is_product, kernels_of, note_time, of_a_step, started
+from step_profile import is_product, kernels_of, note_time, of_a_step, started_profiler
 
 from flashpage.demo.model import Config, Llama
 from flashpage.demo.reference import check_tokens
@@ -181,7 +181,7 @@ def profiled(engine: Engine, work: list[tuple[list[int], int]]) -> dict[str, dic
         engine.add(request)
     phases: dict[str, dict[str, Any]] = {}
     for phase in ("prompts", "decodes"):
-        profiler, steps = started(), 0
+        profiler, steps = started_profiler(), 0
         while not any(request.is_complete for request in requests):
             if all(request.num_pending == 1 for request in requests) != (phase == "decodes"):
                 break
@@ -215,6 +215,8 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="record the parts of a step; needs a card")
     parser.add_argument("--json", help="append a line with all rows to this file (docs/figures.py reads it)")
     arguments = parser.parse_args()
+    if arguments.profile and arguments.device == "cpu":
+        parser.error("--profile reads the times of a card's kernels: leave out --device cpu")
     device = torch.device(arguments.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = Llama(SMALL if arguments.small else MODEL, device, dtype)

@@ -5,7 +5,7 @@
 //
 // The choice alone leaves the card's own shared memory to the blocks: as many are resident as fit 228 KiB. With
 // SHARED_HELD=1 each launch of at least 16 KiB reserves so much more that no more of its blocks fit a
-// multiprocessor than fit the limit. shared_limit_set changes both in a running process; 0 KiB: no limit.
+// multiprocessor than fit the limit. So far no figure was measured with it.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -36,7 +36,7 @@ int number(const char* name) {
   const char* const text = std::getenv(name);
   return text ? std::atoi(text) : 0;
 }
-int limit_kib = number("SHARED_KIB"), is_held = number("SHARED_HELD");
+const int limit_kib = number("SHARED_KIB"), is_held = number("SHARED_HELD");
 
 // The dynamic bytes with which as many blocks fit this card as fit the limit without more.
 std::size_t held_bytes(const void* kernel, std::size_t bytes) {
@@ -45,14 +45,12 @@ std::size_t held_bytes(const void* kernel, std::size_t bytes) {
   if (fitting == 0 || OWN / (bytes + RESERVED) <= fitting) return bytes;
   const std::size_t most = OWN / fitting - RESERVED;
   // Fewer bytes than `most`, as blocks are counted in steps, but too many for another block.
-  const std::size_t held = (OWN / (fitting + 1) + 2 * KIB) / KIB * KIB;
-  const std::size_t asked = held < most ? held : most;
+  const std::size_t enough = (OWN / (fitting + 1) + 2 * KIB) / KIB * KIB;
+  const std::size_t held = enough < most ? enough : most;
   static auto* const set = original<int(const void*, int, int)>("cudaFuncSetAttribute");
-  return set(kernel, MOST_DYNAMIC, static_cast<int>(asked)) == 0 ? asked : bytes;
+  return set(kernel, MOST_DYNAMIC, static_cast<int>(held)) == 0 ? held : bytes;
 }
 }  // namespace
-
-extern "C" void shared_limit_set(int kib, int held) { limit_kib = kib, is_held = held; }
 
 extern "C" int cudaDeviceGetAttribute(int* value, int attribute, int device) {
   static auto* const get = original<int(int*, int, int)>("cudaDeviceGetAttribute");

@@ -46,7 +46,7 @@ def profiled(llm: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
     engine, started, steps, found = llm.llm_engine, set[str](), 0, dict[str, Any]()
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    profiler, with_prompts = started(), 0
+    profiler, with_prompts = started_profiler(), 0
     while engine.has_unfinished_requests() and steps < _STEPS:
         answers = engine.step()
         with_prompts += len(started) < len(prompts)
@@ -54,7 +54,7 @@ def profiled(llm: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
         started |= {answer.request_id for answer in answers if answer.outputs[0].token_ids}
         if len(started) == len(prompts) and "prompts" not in found:
             found["prompts"] = kernels_of(profiler, times) | {"steps": with_prompts}
-            profiler = started()
+            profiler = started_profiler()
     found["decodes"] = kernels_of(profiler, times) | {"steps": steps}
     engine.abort_request(list(map(str, range(len(prompts)))))
     while engine.has_unfinished_requests():
@@ -75,7 +75,7 @@ def _calls() -> list[tuple[Any, str]]:
     return calls + [(one, "execute_model") for one in found if type(one).__name__ == "GPUModelRunner"]
 
 
-def started() -> Any:
+def started_profiler() -> Any:
     torch.cuda.synchronize()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     profiler.start()

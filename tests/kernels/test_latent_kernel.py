@@ -111,6 +111,11 @@ ROWS = [*((TRANSPOSED, case) for case in TRANSPOSED_CASES), *((WIDE, case) for c
 ROWS += ((BY_COLUMNS, case) for case in COLUMNS_CASES)
 RARE = {"latent-512-0", "latent-256-64", "latent-128-48"}  # builds for sizes of rows, whose paths others take too
 assert {case.name for _, case in ROWS} >= RARE
+by_rows = pytest.mark.parametrize(
+    ("kernel", "case"),
+    [pytest.param(*row, marks=pytest.mark.rare if row[1].name in RARE else ()) for row in ROWS],
+    ids=lambda value: getattr(value, "name", None),
+)
 
 
 def spec_of(kernel: AttentionKernel, case: Case) -> KernelSpec:
@@ -213,13 +218,7 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
     return out, lse, left
 
 
-@pytest.mark.parametrize("cut", [0, 48])
-@pytest.mark.parametrize(
-    ("kernel", "case"),
-    [pytest.param(*row, marks=pytest.mark.rare if row[1].name in RARE else ()) for row in ROWS],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -> None:
+def compare(kernel: AttentionKernel, case: Case, cut: int) -> None:
     inputs = make_inputs(case)
     out, lse, left = run(kernel, case, inputs, cut)
     assert left == 0
@@ -234,12 +233,18 @@ def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
 
 
+@pytest.mark.parametrize("cut", [0, 48])
+@by_rows
+def test_the_kernel_on_the_host(kernel: AttentionKernel, case: Case, cut: int) -> None:
+    compare(kernel, case, cut)
+
+
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.rare) for seed in (2, 3))])
-@pytest.mark.parametrize(("kernel", "case"), ROWS, ids=lambda value: getattr(value, "name", None))
+@by_rows
 def test_warps_may_sleep(kernel: AttentionKernel, case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No warp counts on others being as fast: one that misses a phase of a barrier waits for ever."""
     monkeypatch.setenv("FLASHPAGE_HOST_SEED", str(seed))
-    test_the_kernel_on_the_host(kernel, case, 48)
+    compare(kernel, case, 48)
 
 
 @pytest.mark.parametrize(("kernel", "heads"), [(BY_COLUMNS, 64), (WIDE, 128)])
