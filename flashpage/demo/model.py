@@ -68,6 +68,7 @@ class Llama:
             return values.to(device, dtype)
 
         self.config, self.device, self.dtype = config, device, dtype
+        self.frequencies = rope_frequencies(config.rope_dim, config.rope_theta, device)
         self.embedding = make(config.vocabulary, config.hidden) * config.vocabulary**0.5
         self.layers = [self.make_layer(make) for _ in range(config.num_layers)]
         self.norm = make(config.hidden)
@@ -76,13 +77,13 @@ class Llama:
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [rows, hidden] of tokens [rows], each at its position [rows] within its request."""
         c = self.config
-        x = self.embedding[tokens]
-        turn = rope_angles(positions, c.rope_dim, c.rope_theta)
+        x = torch.nn.functional.embedding(tokens, self.embedding)
+        turn = rope_angles(positions, self.frequencies)
         for index, layer in enumerate(self.layers):
             h = rms_norm(x, layer.attention_norm, c.norm_eps)
-            x = torch.addmm(x, self.attention(layer, h, turn, functools.partial(attend, index)), layer.wo)
+            x.addmm_(self.attention(layer, h, turn, functools.partial(attend, index)), layer.wo)
             gate, up = (rms_norm(x, layer.mlp_norm, c.norm_eps) @ layer.gate_and_up).chunk(2, -1)
-            x = torch.addmm(x, torch.nn.functional.silu(gate) * up, layer.down)
+            x.addmm_(torch.nn.functional.silu(gate).mul_(up), layer.down)
         return rms_norm(x, self.norm, c.norm_eps)
 
     def make_layer(self, make: Callable[..., Tensor]) -> Any:
@@ -94,8 +95,9 @@ class Llama:
     ) -> Tensor:
         """The output of one layer's attention before `wo`, [rows, columns]."""
         c = self.config
-        rotated, v = (h @ layer.wqkv).unflatten(1, (-1, c.head_dim)).tensor_split([-c.num_kv_heads], 1)
-        q, k = rotate(rotated, turn).tensor_split([c.num_q_heads], 1)
+        heads, rotated = (h @ layer.wqkv).view(len(h), -1, c.head_dim), c.num_q_heads + c.num_kv_heads
+        q_and_k, v = rotate(heads[:, :rotated], turn), heads[:, rotated:]
+        q, k = q_and_k[:, : c.num_q_heads], q_and_k[:, c.num_q_heads :]
         return attend(q, k, v).flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -107,17 +109,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def rope_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [rows, 1, 1, head_dim / 2] of the rotate-half pairs (i, i + head_dim / 2)."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angle = positions[:, None, None, None].float() * frequency
+def rope_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Radians a position [head_dim / 2] of the rotate-half pairs (i, i + head_dim / 2)."""
+    return theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+
+
+def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [rows, 1, head_dim / 2], fp32."""
+    angle = positions[:, None, None] * frequencies
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """x [rows, heads, head_dim], rotated by the angles of its rows."""
     cos, sin = turn
-    halves = x.unflatten(-1, (2, -1))
-    turned = halves * cos  # fp32, as are the angles
-    turned[..., :1, :].addcmul_(halves[..., 1:, :], sin, value=-1)
-    turned[..., 1:, :].addcmul_(halves[..., :1, :], sin)
-    return turned.flatten(-2).to(x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    halves = x.view(*x.shape[:2], 2, -1)
+    (first, second), (to_first, to_second) = halves.unbind(2), out.view(halves.shape).unbind(2)
+    # Products are fp32, as are the angles; their sums are rounded as they are written.
+    products = halves * cos.unsqueeze(2)
+    torch.addcmul(products[:, :, 0], second, sin, value=-1, out=to_first)
+    torch.addcmul(products[:, :, 1], first, sin, out=to_second)
+    return out

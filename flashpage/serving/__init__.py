@@ -3,6 +3,7 @@
 Attention, between a model's layers and the wrappers' plan and run (`flashpage.integrations`):
 
 * gather          page numbers of a batch from a table of slots: one kernel, and its CPU version
+* transfer        numbers from the host to a device in one copy
 * token_pool      two levels of memory: request -> slots (RequestTable), slots -> K and V (TokenPool)
 * forward_batch   the attention's view of a step (ForwardBatch) and of a layer (AttentionLayer)
 * kv_parts        which tokens of its requests a layer sees: all, a window, the decoder's, the encoder's
@@ -20,6 +21,6 @@ The engine, requests in and greedy tokens out (`flashpage.engine`):
 * blocks          the paged pool: which request has which block, and which tokens blocks still hold
 * scheduler       which tokens of which requests the next step computes
 * batch           those tokens as tensors
-* runner          a step of the model: eager, or a captured graph
-* engine          the loop around them
+* runner          launches a step of the model, eager or a captured graph; its tokens stay on the device
+* engine          the loop around them: launch a step, read the tokens of the one before
 """

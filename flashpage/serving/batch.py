@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .forward_batch import ForwardBatch, ForwardMode
@@ -19,26 +22,44 @@ class TableWrites(NamedTuple):
 
 
 def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableWrites]:
-    """The batch of a step: DECODE if each request has one new token, else EXTEND."""
+    """The batch of a step: DECODE if each request has one new token, else EXTEND.
+
+    A token that the host has not read is -1 - i: the i-th of those that the step before finds.
+    """
     spans = [(request, begin, end) for request, begin, end, _ in works]
     # Slots of a shared prefix are new to the table too.
-    spans += [(request, 0, begin) for request, begin, _, is_first in works if is_first]
-    places = [(of.row, at, of.blocks[at // block_size]) for of, begin, end in spans for at in range(begin, end)]
-    rows, positions, blocks = _numbers(places).view(-1, 3).T.contiguous()
-    writes = TableWrites(rows, positions, slots=blocks * block_size + positions % block_size)
-    tokens = [token for request, begin, end, _ in works for token in request.tokens[begin:end]]
-    new_lens = [end - begin for _, begin, end, _ in works]
+    spans += [(request, 0, begin) for request, begin, _, is_first in works if is_first and begin]
+    begins, ends = _array([begin for _, begin, _ in spans]), _array([end for *_, end in spans])
+    first_blocks, counts = begins // block_size, ends - begins
+    own_blocks = [of.blocks[begin // block_size : -(-end // block_size)] for of, begin, end in spans]
+    blocks, before = _array(list(itertools.chain(*own_blocks))), _starts(_array(list(map(len, own_blocks))))
+    positions = np.arange(counts.sum(), dtype=np.int32) + np.repeat(begins - _starts(counts), counts)
+    slots = blocks[np.repeat(before - first_blocks, counts) + positions // block_size] * block_size
+    slots += positions % block_size
+    rows = np.repeat(_array([of.row for of, *_ in spans]), counts)
+    writes = TableWrites(*map(torch.from_numpy, (rows, positions, slots)))
+    tokens: list[int] = []
+    for request, begin, end, _ in works:
+        tokens += request.tokens[begin:end]
+        if end > len(request.tokens):
+            tokens.append(-1 - request.place)
+    new_lens = counts[: len(works)]
     batch = ForwardBatch(
-        ForwardMode.DECODE if all(count == 1 for count in new_lens) else ForwardMode.EXTEND,
-        tokens=_numbers(tokens),
-        positions=positions[: len(tokens)],
+        ForwardMode.DECODE if (new_lens == 1).all() else ForwardMode.EXTEND,
+        tokens=torch.from_numpy(_array(tokens)),
+        positions=writes.positions[: len(tokens)],
         out_slots=writes.slots[: len(tokens)],
-        rows=_numbers([work.request.row for work in works]),
-        seq_lens=_numbers([work.end for work in works]),
-        new_lens=_numbers(new_lens),
+        rows=torch.from_numpy(_array([work.request.row for work in works])),
+        seq_lens=torch.from_numpy(ends[: len(works)]),
+        new_lens=torch.from_numpy(new_lens),
     )
     return batch, writes
 
 
-def _numbers(values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cpu")
+def _array(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """How many lie before each part, for parts of so many."""
+    return np.cumsum(counts, dtype=np.int32) - counts

@@ -14,7 +14,7 @@ from .blocks import BlockPool
 from .forward_batch import AttentionLayer
 from .paged_attention import PagedAttention
 from .request import Request, State
-from .runner import Model, ModelRunner, layers_of
+from .runner import LaunchedStep, Model, ModelRunner, layers_of
 from .scheduler import Scheduler
 from .token_pool import RequestTable, TokenPool
 
@@ -81,6 +81,8 @@ class Engine:
         most = config.max_requests if use_graphs else 0
         self.runner = ModelRunner(model, self.table, self.backend, layers, config.block_size, most)
         self._steps = self._computed = 0
+        self._launched: LaunchedStep | None = None
+        self._ended: list[Request] = []  # not yet returned by step()
 
     def add(self, request: Request) -> None:
         """Queues a request."""
@@ -104,15 +106,22 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[Request]:
-        """Runs one step of the model; returns the requests that ended with it. After an error of the model, the next
-        step computes the same tokens again."""
+        """Launches one step of the model, then reads the tokens of the step before: the host prepares a step while the
+        card computes. Returns the requests that ended with the tokens read. After an error of the model, the next step
+        computes the same tokens again."""
         works = self.scheduler.schedule()
-        if not works:
-            return []
-        tokens = self.runner.run(works)
-        self._steps += 1
-        self._computed += sum(work.end - work.begin for work in works)
-        return self.scheduler.commit(works, tokens)
+        before, self._launched = self._launched, None
+        try:
+            if works:
+                self._launched = self.runner.launch(works)
+                self.scheduler.launched(works)
+                self._steps += 1
+                self._computed += sum(work.end - work.begin for work in works)
+        finally:
+            if before is not None:
+                self._ended += self.scheduler.commit(before.works, before.read())
+        ended, self._ended = self._ended, []
+        return ended
 
     def run(self, requests: Sequence[Request] = (), progress: Callable[[int], None] = lambda running: None) -> None:
         """Runs steps until all requests have ended, these included; `progress` gets the number of running requests."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .transfer import moved
+
 
 class ForwardMode(enum.Enum):
     """The kind of a step, by its new tokens."""
@@ -57,9 +59,9 @@ class ForwardBatch:
     def to(self, device: torch.device) -> ForwardBatch:
         """A copy with all tensors but the lengths on `device`, in one transfer. The host's is complete on return."""
         names = ("tokens", "positions", "out_slots", "rows")
-        parts = [getattr(self, name) for name in names]
+        found: dict[str, Any] = dict(zip(names, moved([getattr(self, name) for name in names], device), strict=True))
         runs_on = device.type != "cpu"  # work on a stream waits for the copy; the host must wait explicitly
-        moved = torch.cat(parts).to(device, non_blocking=runs_on).split([len(part) for part in parts])
-        others = {name: getattr(self, name) for name in ("tree_mask", "encoder_slots")}
-        others = {name: t.to(device, non_blocking=runs_on) for name, t in others.items() if t is not None}
-        return dataclasses.replace(self, **dict(zip(names, moved, strict=True)), **others)
+        for name in ("tree_mask", "encoder_slots"):
+            if (tensor := getattr(self, name)) is not None:
+                found[name] = tensor.to(device, non_blocking=runs_on)
+        return dataclasses.replace(self, **found)

@@ -16,6 +16,7 @@ from ..base.errors import FlashpageError
 from .backend import AttentionBackend
 from .forward_batch import ForwardBatch, ForwardMode
 from .token_pool import UNOWNED_PAGE
+from .transfer import joined
 
 Forward = Callable[[ForwardBatch], torch.Tensor]  # a step of the model: [new tokens, ...]
 _WARM_UPS = 2
@@ -83,14 +84,14 @@ class GraphRunner:
         fits = batch.batch_size <= self.batch_sizes[-1] and batch.encoder_slots is None
         if self.mode is ForwardMode.VERIFY and batch.tree_mask is None:
             return False  # captured steps of this mode read a mask
-        return fits and batch.mode is self.mode and bool((batch.new_lens == self.new_len).all())
+        return fits and batch.mode is self.mode and bool((batch.new_lens.numpy() == self.new_len).all())
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """The step's output for a batch whose tensors are on the host; valid until the next run."""
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, batch.batch_size)]
         padded = self._padded(batch, size)
-        inputs = (padded.tokens, padded.positions, padded.out_slots, padded.rows)
-        self._inputs[: sum(map(len, inputs))].copy_(torch.cat(inputs), non_blocking=True)
+        inputs = joined((padded.tokens, padded.positions, padded.out_slots, padded.rows), self.device)
+        self._inputs[: len(inputs)].copy_(inputs, non_blocking=True)
         self.backend.init_forward_metadata_replay_cuda_graph(self._on_device(padded))
         self._graphs[size]()
         self.replays += 1
@@ -141,6 +142,8 @@ class GraphRunner:
     def _padded(self, batch: ForwardBatch, size: int) -> ForwardBatch:
         """The batch, padded with requests of the fill length, which write to the unowned page."""
         more = size - batch.batch_size
+        if not more:
+            return batch
         rows = more * self.new_len
         fill = self.backend.get_cuda_graph_seq_len_fill_value()
         mask = batch.tree_mask
@@ -168,4 +171,4 @@ class GraphRunner:
 
 
 def _longer(tensor: torch.Tensor, count: int, value: int) -> torch.Tensor:
-    return torch.cat([tensor, tensor.new_full((count,), value)]) if count else tensor
+    return torch.cat([tensor, tensor.new_full((count,), value)])

@@ -12,6 +12,7 @@ from .forward_batch import ForwardBatch
 from .gather import gather_slots
 from .kv_parts import KvPart, Span, span_of
 from .token_pool import RequestTable
+from .transfer import moved
 
 
 class PageTable(NamedTuple):
@@ -53,14 +54,11 @@ class IndicesUpdater:
             )
         indptr = indptr_of(torch.from_numpy(-(-lens // self.page_size)))
         last_page_len = torch.from_numpy(np.where(lens > 0, (lens - 1) % self.page_size + 1, 0))
-        device = self.table.slots.device
-        numbers = indptr if span.starts is None else torch.cat([indptr, span.starts])
-        numbers = numbers.to(device, non_blocking=True)  # one transfer
-        count = len(indptr)
-        starts = None if span.starts is None else numbers[count:]
-        total = int(indptr[-1])
+        device, total = self.table.slots.device, int(indptr[-1])
+        numbers = moved([indptr] if span.starts is None else [indptr, span.starts], device)
+        starts = None if span.starts is None else numbers[1]
         indices = torch.empty(total, dtype=torch.int32, device=device) if out is None else out[:total]
-        gather_slots(self.table.slots, batch.rows, numbers[:count], indices, starts, self.page_size)
+        gather_slots(self.table.slots, batch.rows, numbers[0], indices, starts, self.page_size)
         return PageTable(indptr, indices, last_page_len)
 
 

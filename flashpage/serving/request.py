@@ -30,7 +30,10 @@ class Request:
     row: int = -1  # in the request table
     is_in_table: bool = False  # whether that row has the slots of the computed tokens
     blocks: list[int] = dataclasses.field(default_factory=list)
-    num_computed: int = 0  # tokens whose K and V are in the blocks
+    num_computed: int = 0  # tokens whose K and V are in the blocks, or will be after the steps that were launched
+    num_published: int = 0  # blocks that other requests can find
+    num_unread: int = 0  # tokens that launched steps find, which the host has not read
+    place: int = -1  # of its newest token among those of the last launched step
     num_preemptions: int = 0
     _hashes: list[bytes] = dataclasses.field(default_factory=list)
 
@@ -54,8 +57,13 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Number of known tokens that are not in the pool; 1 during decode."""
-        return len(self.tokens) - self.num_computed
+        """Number of tokens, read or not, that no step has computed; 1 during decode."""
+        return len(self.tokens) + self.num_unread - self.num_computed
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether an unread token is its last one, whatever it is."""
+        return self.num_unread > 0 and len(self.tokens) + self.num_unread >= self.max_len
 
     @property
     def is_complete(self) -> bool:

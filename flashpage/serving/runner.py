@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from .backend import AttentionBackend
 from .batch import make_batch
 from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 from .graph_runner import GraphRunner, batch_sizes_to_capture
+from .indices import indptr_of
 from .scheduler import Work
 from .token_pool import RequestTable
+from .transfer import moved, numbers_on_host
 
 # attend(layer, q [rows, num_q_heads, head_dim], k, v [rows, num_kv_heads, head_dim]) -> [rows, num_q_heads, head_dim].
 # A model with latent rows (MLA) passes the first v_head_dim columns of k as v; the result has as many.
@@ -76,8 +78,25 @@ def layers_of(config: ModelConfig) -> list[AttentionLayer]:
     return [AttentionLayer(index, *heads, v_head_dim=rows) for index in range(config.num_layers)]
 
 
+class LaunchedStep(NamedTuple):
+    """A step that the card computes, or has computed."""
+
+    works: list[Work]
+    tokens: Tensor  # [batch] int32 on the host, filled when the step ends
+    end: torch.cuda.Event | None  # None: on the CPU, where a step ends before its launch returns
+
+    def read(self) -> list[int]:
+        """The token that follows each work's last token; waits for the step."""
+        if self.end is not None:
+            self.end.synchronize()
+        found: list[int] = self.tokens.tolist()
+        return found
+
+
 class ModelRunner:
-    """Runs steps of the engine; decode steps run as captured graphs if they fit.
+    """Launches steps of the engine; decode steps are captured graphs if they fit.
+
+    A step's tokens stay on the device for the next step, which can so be launched before the host has read them.
 
     Args:
         max_graph_batch: requests of the largest captured step; 0: no step is captured.
@@ -94,29 +113,39 @@ class ModelRunner:
     ) -> None:
         self.model, self.table, self.backend, self._layers = model, table, backend, layers
         self._block_size = block_size
+        # -1, then the tokens that the last step found.
+        self._newest = torch.full((1 + table.max_requests,), -1, dtype=torch.int32, device=model.device)
         self.graphs: GraphRunner | None = None
         if max_graph_batch and backend.supports_graphs:
             sizes = batch_sizes_to_capture(max_graph_batch)
             self.graphs = GraphRunner(self._forward, backend, sizes, model.device)
 
-    def run(self, works: list[Work]) -> list[int]:
-        """The token that follows each work's last token."""
+    def launch(self, works: list[Work]) -> LaunchedStep:
+        """Starts a step after the one that was launched last."""
+        device = self.model.device
         batch, writes = make_batch(works, self._block_size)
-        rows, positions, slots = torch.stack(writes).to(self.model.device, non_blocking=True)
-        self.table.write(rows, positions, slots)
+        self.table.write(*moved(writes, device))
         if self.graphs is not None and self.graphs.can_run(batch):
-            return self.graphs.run(batch).tolist()
-        batch = batch.to(self.model.device)
-        self.backend.init_forward_metadata(batch)
-        return self._forward(batch).tolist()
+            found = self.graphs.run(batch)
+        else:
+            batch = batch.to(device)
+            self.backend.init_forward_metadata(batch)
+            found = self._forward(batch)
+        tokens = numbers_on_host(len(works), device).copy_(found, non_blocking=True)
+        end = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return LaunchedStep(works, tokens, end)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
-        """The next token of each request."""
+        """The next token of each request, valid until the next step."""
+        # Token -1 - i is the i-th of the newest ones; a known token reads the -1 before them, and is larger.
+        newest = self._newest.index_select(0, batch.tokens.neg().clamp_(min=0))
+        tokens = torch.maximum(batch.tokens, newest)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.backend.forward(q, k, v, self._layers[layer], batch)
 
-        hidden = self.model.forward(batch.tokens, batch.positions, attend)
+        hidden = self.model.forward(tokens, batch.positions, attend)
         if batch.mode is ForwardMode.EXTEND:  # last token of each request
-            hidden = hidden[(batch.new_lens.cumsum(0) - 1).to(hidden.device, non_blocking=True)]
-        return self.model.logits(hidden).argmax(-1)
+            (last,) = moved([indptr_of(batch.new_lens)[1:] - 1], hidden.device)
+            hidden = hidden.index_select(0, last)
+        return self._newest[1 : 1 + batch.batch_size].copy_(self.model.logits(hidden).argmax(-1))

@@ -1,4 +1,7 @@
-"""Decides which tokens of which requests the next step computes."""
+"""Decides which tokens of which requests the next step computes.
+
+A step is scheduled when the one before has been launched, whose tokens the host has not read: their number is known.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class Work(NamedTuple):
     request: Request
     begin: int
     end: int
-    is_first: bool  # no step has succeeded since admission: the request table has none of its slots
+    is_first: bool  # no step was launched since admission: the request table has none of its slots
 
 
 class Scheduler:
@@ -52,12 +55,15 @@ class Scheduler:
         """The works of the next step, for which blocks are allocated."""
         works: list[Work] = []
         budget, preemptions = self.max_step_tokens, self.num_preemptions
-        while len(works) < len(self.running) and budget > 0:
-            request = self.running[len(works)]
-            count = min(request.num_pending, budget)
-            if self._make_room(request, request.num_computed + count):
-                works.append(Work(request, request.num_computed, request.num_computed + count, not request.is_in_table))
-                budget -= count
+        place = 0
+        while place < len(self.running) and budget > 0:  # to make room preempts requests at the list's end
+            request, place = self.running[place], place + 1
+            if request.is_ending:
+                continue
+            begin, end = request.num_computed, request.num_computed + min(request.num_pending, budget)
+            if self._make_room(request, end):
+                works.append(Work(request, begin, end, not request.is_in_table))
+                budget -= end - begin
         while self.num_preemptions == preemptions and self.waiting and budget > 0:
             work = self._admit(self.waiting[0], budget)
             if work is None:
@@ -66,17 +72,30 @@ class Scheduler:
             budget -= work.end - work.begin
         return works
 
+    def launched(self, works: list[Work]) -> None:
+        """Notes that a step computes these works: later ones follow it on the device."""
+        for place, (request, _, end, _) in enumerate(works):
+            request.num_computed, request.is_in_table, request.place = end, True, place
+            if not request.num_pending:  # otherwise a chunk of a prompt: the next token is already known
+                request.num_unread += 1
+            self._publish(request)
+
     def commit(self, works: list[Work], next_tokens: list[int]) -> list[Request]:
-        """Ends a step: next_tokens[i] follows the last token of works[i]. Returns the requests that have ended."""
+        """Ends a launched step: next_tokens[i] follows the last token of works[i]. Returns the requests that have
+        ended. A stop token is read when the next step has been launched, whose token for this request is dropped."""
         ended = []
-        for (request, begin, end, _), token in zip(works, next_tokens, strict=True):
-            request.num_computed, request.is_in_table = end, True
-            self._publish(request, begin // self.block_size)
-            if request.num_pending:
-                continue  # a chunk of a prompt: the next token is already known
+        for (request, _, end, _), token in zip(works, next_tokens, strict=True):
+            has_ended = request.state is State.FINISHED or request.state is State.CANCELLED
+            if has_ended or end < len(request.tokens):
+                continue
             request.tokens.append(token)
+            request.num_unread -= 1
+            self._publish(request)
             if request.is_complete:
-                self._leave(request)
+                if request.state is State.RUNNING:
+                    self._leave(request)
+                else:  # preempted since the launch
+                    self.waiting.remove(request)
                 request.state = State.FINISHED
                 ended.append(request)
         return ended
@@ -105,8 +124,10 @@ class Scheduler:
         """Starts a waiting request after its prefix in the pool; at least its last token is computed."""
         if not self.table.num_free:
             return None
-        most = (len(request.tokens) - 1) // self.block_size if self.reuse_prefixes else 0
-        shared = self.blocks.share(request.block_hashes(self.block_size)[:most])
+        shared: list[int] = []
+        if self.reuse_prefixes:
+            most = (len(request.tokens) - 1) // self.block_size
+            shared = self.blocks.share(request.block_hashes(self.block_size)[:most])
         begin = len(shared) * self.block_size
         end = min(len(request.tokens), begin + budget)
         needed = -(-end // self.block_size) - len(shared)
@@ -116,20 +137,22 @@ class Scheduler:
         self.waiting.popleft()
         self.running.append(request)
         request.state, request.row, request.num_computed = State.RUNNING, self.table.acquire(), begin
-        request.blocks = shared + self.blocks.allocate(needed)
+        request.blocks, request.num_published = shared + self.blocks.allocate(needed), len(shared)
         self.num_reused_tokens += begin
         return Work(request, begin, end, True)
 
-    def _publish(self, request: Request, first: int) -> None:
-        """Publishes the blocks from `first` on that have become full."""
-        if request.num_computed // self.block_size == first:
+    def _publish(self, request: Request) -> None:
+        """Publishes the blocks that have become full of tokens that were read."""
+        full = min(request.num_computed, len(request.tokens)) // self.block_size
+        if full <= request.num_published or not self.reuse_prefixes:
             return
         hashes = request.block_hashes(self.block_size)
-        for i in range(first, request.num_computed // self.block_size):
+        for i in range(request.num_published, full):
             self.blocks.publish(request.blocks[i], hashes[i])
+        request.num_published = full
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self.table.release(request.row)
         self.blocks.release(request.blocks)
-        request.row, request.blocks, request.is_in_table = -1, [], False
+        request.row, request.blocks, request.is_in_table, request.num_published = -1, [], False, 0
