@@ -9,7 +9,9 @@ import torch
 
 from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
-from ..wrappers import append
+from ..native import fastcall
+from ..wrappers import append, operators
+from ..wrappers.append_launch import AppendLaunch, AppendPlaces
 
 UNOWNED_PAGE = 0  # never given to a request: rows that pad a captured batch write here
 
@@ -114,6 +116,7 @@ class TokenPool:
         )
         self._v_head_dim = v_head_dim
         self._caches = [torch.full(shape, fill, device=device).to(self.dtype) for _ in range(num_layers)]
+        self._launches: dict[Any, AppendLaunch] = {}  # by the form of the rows, which an earlier call has checked
         # For appending by slot: one request whose pages are the whole pool, in order.
         self._all_pages = torch.arange(num_pages, dtype=torch.int32, device=device)
         self._all_indptr = torch.tensor([0, num_pages], dtype=torch.int32, device=device)
@@ -135,9 +138,14 @@ class TokenPool:
         v_scale: Any = None,
     ) -> None:
         """Writes K and V of new tokens, [tokens, num_kv_heads, head_dim], to their slots, [tokens] int32; V of latent
-        rows is part of K and not read."""
+        rows is part of K and not read. One thread writes at a time."""
         cache, count = self.kv(layer), checks.tensor(slots, "slots", RunError).numel()
         k = self._stored(k, "k", k_scale)
+        v = k if self.is_latent else self._stored(v, "v", v_scale)
+        form = self._form(slots, k, v)
+        if form is not None and (launch := self._launches.get(form)) is not None:
+            self._append(launch, cache, slots, k, v)
+            return
         places = (self._first_request[:count], slots)
         everything = (self._all_pages, self._all_indptr, self._all_last)
         try:
@@ -146,11 +154,41 @@ class TokenPool:
                 caches = (cache[..., :cut], cache[..., cut:])
                 append.append_paged_mla_kv_cache(rows[:, :cut], rows[:, cut:], *places, *caches, *everything)
             else:
-                append.append_paged_kv_cache(k, self._stored(v, "v", v_scale), *places, cache, *everything)
+                append.append_paged_kv_cache(k, v, *places, cache, *everything)
         except FlashpageError as error:
             error.use_names({"append_key": "k", "append_value": "v", "positions": "slots", "batch_indices": "slots"})
             error.use_names(dict.fromkeys(("append_ckv", "append_kpe"), "k"))
             raise
+        if form is not None:
+            self._launches[form] = AppendLaunch(*self._parts(k, v), self._cache_parts(cache), "NHD")
+
+    def _form(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        """Everything that a write's checks and its launch depend on, but for addresses and the number of tokens; None
+        if only append_paged_kv_cache can take these tensors, or can say why not."""
+        if operators.is_traced() or fastcall.builtins().judge(slots, k, v) or not 0 < len(k) == len(v) == len(slots):
+            return None
+        if slots.is_cpu and not 0 <= int(slots.min()) <= int(slots.max()) < len(self._first_request):
+            return None
+        forms = ((tensor.shape[1:], tensor.stride(), tensor.dtype, tensor.device) for tensor in (slots, k, v))
+        is_plain = slots.dtype is torch.int32 and slots.is_contiguous() and k.dim() == 3
+        return tuple(forms) if is_plain else None
+
+    def _append(
+        self, launch: AppendLaunch, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        places = AppendPlaces(self._first_request, slots, self._all_indptr, self._all_pages)
+        launch.run(*self._parts(k, v), self._cache_parts(cache), places)
+        torch.autograd.graph.increment_version(cache)
+
+    def _parts(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two parts of new rows that go to different places of a slot."""
+        return (k[..., : self._v_head_dim], k[..., self._v_head_dim :]) if self.is_latent else (k, v)
+
+    def _cache_parts(self, cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not self.is_latent:
+            return (cache,)
+        rows = cache.unsqueeze(2)
+        return rows[..., : self._v_head_dim], rows[..., self._v_head_dim :]
 
     def _stored(self, values: Any, name: str, scale: Any) -> torch.Tensor:
         """Values as the cache stores them: value = stored * scale."""

@@ -10,7 +10,6 @@ is for wrappers for graphs.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,16 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import jit, native
+from .. import native
 from ..base import checks, kv_view, tensor_memory
 from ..base.errors import RunError
 from ..base.tensor_memory import waited
-from ..kernels import helpers
 from ..kernels.options import Options, RunOptions
-from ..kernels.spec import KernelSpec
 from ..native import fastcall
 from ..run.checks import Scales, Tensors, cache_of, check_places, has_pages, scales_of
-from .row_launches import launch_merge, launch_rows, rows_of, vector_rows
+from .append_launch import AppendLaunch, AppendPlaces
+from .row_launches import launch_merge, rows_of, vector_rows
 
 
 class Runnable(Protocol):
@@ -275,41 +273,15 @@ def _append_paged_kv_cache(
         given = (batch_indices >= 0).nonzero().squeeze(1)
         append_key, append_value = append_key[given], append_value[given]
         batch_indices, positions = batch_indices[given], positions[given]
-    nnz, num_kv_heads, head_dim_qk = append_key.shape
-    if nnz == 0:
+    if append_key.shape[0] == 0:
         return
-    k, v = kv_view.paged_views((cache[0], cache[1]) if len(cache) == 2 else cache[0], kv_layout)
     if append_key.is_cpu:
+        k, _ = kv_view.paged_views((cache[0], cache[1]) if len(cache) == 2 else cache[0], kv_layout)
         check_places(batch_indices, positions, kv_indices, kv_indptr, k)
     elif not has_pages(batch_indices, kv_indices):
         return
-    size = append_key.element_size()
-    addresses = [tensor.data_ptr() for tensor in cache]
-    params = native.AppendParams(
-        append_key=append_key.data_ptr(),
-        append_value=append_value.data_ptr(),
-        key_row_stride=append_key.stride(0),
-        key_head_stride=append_key.stride(1),
-        value_row_stride=append_value.stride(0),
-        value_head_stride=append_value.stride(1),
-        k=native.KvView(addresses[0], k.page_stride, k.token_stride, k.head_stride),
-        v=native.KvView(addresses[-1] + v.offset * size, v.page_stride, v.token_stride, v.head_stride),
-        batch_indices=batch_indices.data_ptr(),
-        positions=positions.data_ptr(),
-        kv_indptr=kv_indptr.data_ptr(),
-        kv_indices=kv_indices.data_ptr(),
-        nnz=nnz,
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=head_dim_qk,
-        head_dim_vo=append_value.shape[2],
-        page=native.make_fast_div(k.page_size),
-    )
-    address = ctypes.addressof(params)
-    if append_key.device.type == "cpu":
-        native.check(native.load().fp_cpu_append(address, size))
-        return
-    kernel = jit.get_kernel(KernelSpec("append", kv_dtype=helpers.COPIED[size]), append_key.device)
-    launch_rows(kernel, address, nnz * num_kv_heads, append_key.device)
+    places = AppendPlaces(batch_indices, positions, kv_indptr, kv_indices)
+    AppendLaunch(append_key, append_value, cache, kv_layout).run(append_key, append_value, cache, places)
 
 
 def _nothing(*_: Any) -> None:
