@@ -12,7 +12,7 @@ from .forward_batch import ForwardBatch
 from .gather import gather_slots
 from .kv_parts import KvPart, Span, span_of
 from .token_pool import RequestTable
-from .transfer import moved
+from .transfer import moved, on_host, room_on_host
 
 
 class PageTable(NamedTuple):
@@ -52,9 +52,10 @@ class IndicesUpdater:
                 f"seq_lens reaches {ends.max()} tokens but a row of the request table holds {self.table.max_context}: "
                 "pass shorter requests, or make the table with a larger max_context."
             )
-        indptr = indptr_of(torch.from_numpy(-(-lens // self.page_size)))
-        last_page_len = torch.from_numpy(np.where(lens > 0, (lens - 1) % self.page_size + 1, 0))
-        device, total = self.table.slots.device, int(indptr[-1])
+        device = self.table.slots.device
+        indptr = indptr_of(-(-lens // self.page_size), device)
+        last_page_len = on_host(np.where(lens > 0, (lens - 1) % self.page_size + 1, 0), device)
+        total = int(indptr[-1])
         numbers = moved([indptr] if span.starts is None else [indptr, span.starts], device)
         starts = None if span.starts is None else numbers[1]
         indices = torch.empty(total, dtype=torch.int32, device=device) if out is None else out[:total]
@@ -62,8 +63,10 @@ class IndicesUpdater:
         return PageTable(indptr, indices, last_page_len)
 
 
-def indptr_of(lens: torch.Tensor) -> torch.Tensor:
-    """[0, lens[0], lens[0] + lens[1], ...], int32, for lengths on the host."""
-    indptr = np.zeros(len(lens) + 1, dtype=np.int32)
-    np.cumsum(lens.numpy(), out=indptr[1:])
-    return torch.from_numpy(indptr)
+def indptr_of(lens: np.ndarray, device: torch.device) -> torch.Tensor:
+    """[0, lens[0], lens[0] + lens[1], ...], int32, on the host, where a copy to `device` need not be waited for."""
+    indptr = room_on_host(len(lens) + 1, device)
+    numbers = indptr.numpy()
+    numbers[0] = 0
+    np.cumsum(lens, out=numbers[1:])
+    return indptr

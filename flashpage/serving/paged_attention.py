@@ -131,7 +131,7 @@ class PagedAttention(AttentionBackend):
         prefix_only: bool = False,
     ) -> PrefillMetadata:
         """Plans any number of rows a request for each part; every row sees all of the encoder's tokens."""
-        q_indptr = indptr_of(batch.new_lens)
+        q_indptr = indptr_of(batch.new_lens.numpy(), self.device)
         for part, attention in planned.items():
             room = None if out is None else out[part]
             indptr, indices, last_page_len = self.indices.update(batch, part, out=room, prefix_only=prefix_only)
@@ -143,7 +143,7 @@ class PagedAttention(AttentionBackend):
         return PrefillMetadata(planned)
 
     def _plan_ragged(self, batch: ForwardBatch) -> PrefillMetadata:
-        q_indptr = indptr_of(batch.new_lens)
+        q_indptr = indptr_of(batch.new_lens.numpy(), self.device)
         arguments = self._prefill_arguments(KvPart.ALL, False, True, is_ragged=True)
         checked = self._checked[KvPart.ALL, "ragged"].of(arguments)
         self._ragged.plan(Lengths(q_indptr, q_indptr), NO_PAGES, *checked)

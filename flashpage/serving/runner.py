@@ -12,10 +12,9 @@ from .backend import AttentionBackend
 from .batch import make_batch
 from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 from .graph_runner import GraphRunner, batch_sizes_to_capture
-from .indices import indptr_of
 from .scheduler import Work
 from .token_pool import RequestTable
-from .transfer import moved, numbers_on_host
+from .transfer import moved, on_host, room_on_host
 
 # attend(layer, q [rows, num_q_heads, head_dim], k, v [rows, num_kv_heads, head_dim]) -> [rows, num_q_heads, head_dim].
 # A model with latent rows (MLA) passes the first v_head_dim columns of k as v; the result has as many.
@@ -131,7 +130,7 @@ class ModelRunner:
             batch = batch.to(device)
             self.backend.init_forward_metadata(batch)
             found = self._forward(batch)
-        tokens = numbers_on_host(len(works), device).copy_(found, non_blocking=True)
+        tokens = room_on_host(len(works), device).copy_(found, non_blocking=True)
         end = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         return LaunchedStep(works, tokens, end)
 
@@ -146,6 +145,6 @@ class ModelRunner:
 
         hidden = self.model.forward(tokens, batch.positions, attend)
         if batch.mode is ForwardMode.EXTEND:  # last token of each request
-            (last,) = moved([indptr_of(batch.new_lens)[1:] - 1], hidden.device)
+            (last,) = moved([on_host(batch.new_lens.numpy().cumsum() - 1, hidden.device)], hidden.device)
             hidden = hidden.index_select(0, last)
         return self._newest[1 : 1 + batch.batch_size].copy_(self.model.logits(hidden).argmax(-1))

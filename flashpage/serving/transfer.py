@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 
-def numbers_on_host(count: int, device: torch.device) -> torch.Tensor:
-    """Memory for [count] int32 that are copied to `device`; pinned for a card, because the host would have to wait for
-    a copy from other memory. torch reuses it once the copies that were made from it have ended."""
+def room_on_host(count: int, device: torch.device) -> torch.Tensor:
+    """Memory for [count] int32 that are copied to or from `device`; pinned for a card, because the host would have to
+    wait for copies of other memory. torch reuses it when these copies have ended."""
     return torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
 
+def on_host(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The values, int32, in such memory."""
+    numbers = room_on_host(len(values), device)
+    numbers.numpy()[:] = values
+    return numbers
+
+
 def joined(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The parts, int32 on the host or all on one device, one after the other where a copy to `device` can begin."""
+    """The parts one after the other; in such memory if they are int32 on the host. A single part is returned as it is:
+    make it by on_host."""
+    if len(parts) == 1:
+        return parts[0]
     if not all(part.is_cpu and part.dtype is torch.int32 for part in parts):
         return torch.cat(list(parts))
-    return torch.cat(list(parts), out=numbers_on_host(sum(map(len, parts)), device))
+    return torch.cat(list(parts), out=room_on_host(sum(map(len, parts)), device))
 
 
 def moved(parts: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:

@@ -46,6 +46,7 @@ class FlashInferPlan:
 
     def __init__(self, backend: str, workspace: torch.Tensor, names: Names, buffers: dict[str, Any] | None) -> None:
         module = importlib.import_module("flashinfer")
+        self._copied: torch.cuda.Event | None = None  # the last plan, from pinned memory that the next one overwrites
         given = {} if buffers is None else {"use_cuda_graph": True, **buffers}
         self._is_decode = names is DECODE
         if self._is_decode:
@@ -78,7 +79,10 @@ class FlashInferPlan:
                 arrays, sizes = arrays[:2], sizes[:3]
             if mask is not None:
                 given["custom_mask"] = mask.values
+        if self._copied is not None:
+            self._copied.synchronize()  # it ended long ago: steps are read before the next but one is planned
         self._wrapper.plan(*arrays, *sizes, **given)
+        self._copied = torch.cuda.current_stream().record_event()
 
     def run(self, q: torch.Tensor, cache: Any, *, return_lse: bool = False, scales: Any = (), **_: Any) -> Any:
         tensors = cache if isinstance(cache, tuple) and not self._is_paged else (cache,)
