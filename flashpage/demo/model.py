@@ -115,19 +115,17 @@ def rope_frequencies(head_dim: int, theta: float, device: torch.device) -> Tenso
 
 
 def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [rows, 1, head_dim / 2], fp32."""
+    """cos [rows, 1, head_dim], of each pair twice, and sin [rows, 1, head_dim / 2], fp32."""
     angle = positions[:, None, None] * frequencies
-    return angle.cos(), angle.sin()
+    return angle.cos().repeat(1, 1, 2), angle.sin()
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     """x [rows, heads, head_dim], rotated by the angles of its rows."""
     cos, sin = turn
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    halves = x.view(*x.shape[:2], 2, -1)
-    (first, second), (to_first, to_second) = halves.unbind(2), out.view(halves.shape).unbind(2)
-    # Products are fp32, as are the angles; their sums are rounded as they are written.
-    products = halves * cos.unsqueeze(2)
-    torch.addcmul(products[:, :, 0], second, sin, value=-1, out=to_first)
-    torch.addcmul(products[:, :, 1], first, sin, out=to_second)
+    (first, second), (to_first, to_second) = x.chunk(2, -1), out.chunk(2, -1)
+    by_first, by_second = (x * cos).chunk(2, -1)  # fp32, as are the angles; the sums are rounded as they are written
+    torch.addcmul(by_first, second, sin, value=-1, out=to_first)
+    torch.addcmul(by_second, first, sin, out=to_second)
     return out

@@ -112,6 +112,34 @@ def test_values_come_back_from_their_slots(dtype: torch.dtype, device: str) -> N
         assert found.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("v_head_dim", [None, 16], ids=["K and V", "latent rows"])
+def test_later_writes_are_checked_too(v_head_dim: int | None, device: str) -> None:
+    """The first write of a form is checked in all, later ones by what may differ; each goes to its own layer."""
+    heads = 1 if v_head_dim else KV_HEADS
+    pool = TokenPool(6, 4, 2, heads, DIM, dtype_of(device), device, v_head_dim=v_head_dim)
+    rows = torch.randn(12, 2, heads, DIM, device=device).to(pool.dtype)  # K and V of a token lie next to each other
+    places = torch.tensor([23, 4, 9, 7, 20], dtype=torch.int32, device=device)
+    for layer, begin, count in ((0, 0, 3), (1, 3, 5), (0, 8, 1), (1, 9, 2)):
+        k, v, slots = (t[begin : begin + count] for t in (rows[:, 0], rows[:, 1], places.repeat(3)))
+        version = pool.kv(layer)._version
+        pool.write(layer, slots, k, v)
+        assert pool.kv(layer)._version > version
+        found = pool.kv(layer).flatten(0, 1) if v_head_dim else pool.kv(layer).transpose(1, 2).flatten(0, 1)
+        assert torch.equal(found[slots.long()], k[:, 0] if v_head_dim else rows[begin : begin + count])
+    k, v, slots = rows[:3, 0], rows[:3, 1], places[:3]
+    wrong = [(slots, k[:2], v[:2]), (slots.float(), k, v), (slots, k.double()[..., :5], v), (slots, k[..., ::2], v)]
+    if device == "cpu":
+        wrong += [(slots + 1, k, v), (slots - 5, k, v)]
+    for arguments in wrong:
+        with pytest.raises(FlashpageError, match="slots|k"):
+            pool.write(0, *arguments)
+    pool.write(0, slots[:0], k[:0], v[:0])
+    pool.write(0, slots.long(), k, v)
+    assert torch.equal(
+        pool.kv(0).flatten(0, 1)[23] if v_head_dim else pool.kv(0)[5, :, 3], k[0, 0] if v_head_dim else rows[0]
+    )
+
+
 # ---------------------------------------------------------------- the backend
 
 LENS = [70, 1, 33, 128]
