@@ -72,7 +72,7 @@ class RequestTable:
                 )
             if len(tensor) != len(rows):
                 raise RunError(f"{name} has {len(tensor)} entries and rows has {len(rows)}: pass one each a token.")
-            if self.slots.is_cpu and bool(((tensor < 0) | (tensor > last)).any()):
+            if self.slots.is_cpu and len(tensor) and not 0 <= int(tensor.min()) <= int(tensor.max()) <= last:
                 raise RunError(f"{name} has numbers outside 0..{last}: pass those of this table.")
         self.slots[rows, positions] = slots.to(torch.int32)
 
@@ -165,13 +165,15 @@ class TokenPool:
     def _form(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         """Everything that a write's checks and its launch depend on, but for addresses and the number of tokens; None
         if only append_paged_kv_cache can take these tensors, or can say why not."""
-        if operators.is_traced() or fastcall.builtins().judge(slots, k, v) or not 0 < len(k) == len(v) == len(slots):
+        if operators.is_traced() or fastcall.builtins().judge(slots, k, v):
+            return None
+        is_plain = slots.dtype is torch.int32 and slots.dim() == 1 and slots.is_contiguous() and k.dim() == v.dim() == 3
+        if not is_plain or not 0 < len(k) == len(v) == len(slots):
             return None
         if slots.is_cpu and not 0 <= int(slots.min()) <= int(slots.max()) < len(self._first_request):
             return None
-        forms = ((tensor.shape[1:], tensor.stride(), tensor.dtype, tensor.device) for tensor in (slots, k, v))
-        is_plain = slots.dtype is torch.int32 and slots.is_contiguous() and k.dim() == 3
-        return tuple(forms) if is_plain else None
+        forms = (k.shape[1:], k.stride(), k.dtype), (v.shape[1:], v.stride(), v.dtype)
+        return forms, k.device, v.device, slots.device
 
     def _append(
         self, launch: AppendLaunch, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
