@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -81,7 +82,7 @@ class Engine:
         most = config.max_requests if use_graphs else 0
         self.runner = ModelRunner(model, self.table, self.backend, layers, config.block_size, most)
         self._steps = self._computed = 0
-        self._launched: LaunchedStep | None = None
+        self._launched: deque[LaunchedStep] = deque()  # whose tokens were not read
         self._ended: list[Request] = []  # not yet returned by step()
 
     def add(self, request: Request) -> None:
@@ -94,6 +95,8 @@ class Engine:
                 f"the request has {request.prompt_len} prompt tokens and max_new_tokens={request.max_new_tokens}. "
                 f"Pass at least one of each, together at most {most} (max_context and the pool)."
             )
+        if (least := min(request.prompt)) < 0:
+            raise FlashpageError(f"the request's prompt has token {least}: pass tokens of the vocabulary, 0 or more.")
         self.scheduler.add(request)
 
     def cancel(self, request: Request) -> None:
@@ -102,26 +105,34 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        """Whether a request has not ended, or step() has not returned it. False does not mean that the card is idle: it
+        may still compute a step whose tokens will be dropped."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._ended)
 
     def step(self) -> list[Request]:
         """Launches one step of the model, then reads the tokens of the step before: the host prepares a step while the
         card computes. Returns the requests that ended with the tokens read. After an error of the model, the next step
         computes the same tokens again."""
-        works = self.scheduler.schedule()
-        before, self._launched = self._launched, None
+        while len(self._launched) > 1:  # an interrupt came before the tokens of the first one were read
+            self._read()
+        works, unread = self.scheduler.schedule(), len(self._launched)
         try:
             if works:
-                self._launched = self.runner.launch(works)
+                self._launched.append(self.runner.launch(works))
                 self.scheduler.launched(works)
                 self._steps += 1
                 self._computed += sum(work.end - work.begin for work in works)
         finally:
-            if before is not None:
-                self._ended += self.scheduler.commit(before.works, before.read())
+            if unread:
+                self._read()
         ended, self._ended = self._ended, []
         return ended
+
+    def _read(self) -> None:
+        """Reads the tokens of the first launched step, which is kept until then: an interrupt loses none."""
+        step = self._launched[0]
+        self._ended += self.scheduler.commit(step.works, step.read())
+        self._launched.popleft()
 
     def run(self, requests: Sequence[Request] = (), progress: Callable[[int], None] = lambda running: None) -> None:
         """Runs steps until all requests have ended, these included; `progress` gets the number of running requests."""

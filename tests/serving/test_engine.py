@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from flashpage.demo.model import Llama
 from flashpage.demo.reference import check_tokens
 from flashpage.engine import Engine, EngineConfig, Request, State
 from flashpage.integrations import PagedAttention
+from flashpage.serving.runner import LaunchedStep
 
 ROOT = Path(__file__).resolve().parents[2]
 LENS = [1, 15, 16, 17, 70, 33]
@@ -172,6 +174,48 @@ def test_a_step_that_fails_is_computed_again(model: Llama) -> None:
     check_idle(engine)
 
 
+def test_an_interrupt_while_tokens_are_read_loses_none(
+    model: Llama, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, requests, read = Engine(model, EngineConfig(64)), requests_of(LENS, NEW), LaunchedStep.read
+    calls = iter(range(100))
+
+    def interrupted(step: LaunchedStep) -> list[int]:
+        if next(calls) in (0, 5, 6):
+            raise KeyboardInterrupt
+        return read(step)
+
+    monkeypatch.setattr(LaunchedStep, "read", interrupted)
+    for request in requests:
+        engine.add(request)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+    for _ in range(100):
+        engine.step()
+    assert all(request.state is State.FINISHED for request in requests)
+    if model.dtype is torch.float32:
+        assert [request.generated for request in requests] == expected
+    check(model, requests, least=sum(NEW))
+    check_idle(engine)
+
+
+def test_a_request_that_ended_while_a_launch_failed_is_returned() -> None:
+    """Its stop token was read next to the launch that failed, and nothing is left to launch."""
+    model, (request,) = small_model("cpu"), requests_of([5], [9])
+    engine = Engine(model, EngineConfig(64))
+    request.stop_tokens = frozenset({alone(model, request.prompt, 3)[2]})
+    engine.add(request)
+    for _ in range(3):
+        assert engine.step() == []
+    engine.runner.launch = Mock(side_effect=RuntimeError("out of memory"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    assert request.state is State.FINISHED and engine.has_work
+    assert engine.step() == [request]
+    check_idle(engine)
+
+
 def test_a_request_is_added_once(model: Llama) -> None:
     engine, (request, other) = Engine(model, EngineConfig(64)), requests_of([5, 6], [3, 3])
     engine.cancel(other)  # no engine has it
@@ -248,6 +292,13 @@ def test_requests_that_cannot_run_are_reported(prompt_len: int, new: int) -> Non
     engine = Engine(small_model("cpu"), EngineConfig(1 + 6, max_context=100))
     with pytest.raises(FlashpageError, match=f"{prompt_len} prompt tokens and max_new_tokens={new}"):
         engine.add(Request(list(range(prompt_len)), new))
+
+
+def test_tokens_that_no_vocabulary_has_are_reported() -> None:
+    engine = Engine(small_model("cpu"), EngineConfig(8))
+    with pytest.raises(FlashpageError, match="the request's prompt has token -2: pass tokens of the vocabulary, 0 or"):
+        engine.add(Request([5, -2, -1], 3))
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize(
