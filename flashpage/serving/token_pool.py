@@ -13,6 +13,7 @@ from ..native import fastcall
 from ..wrappers import append, operators
 from ..wrappers.append_launch import AppendLaunch, AppendPlaces
 
+_MOST_LAUNCHES = 64  # forms of rows that a pool keeps
 UNOWNED_PAGE = 0  # never given to a request: rows that pad a captured batch write here
 
 
@@ -116,12 +117,15 @@ class TokenPool:
         )
         self._v_head_dim = v_head_dim
         self._caches = [torch.full(shape, fill, device=device).to(self.dtype) for _ in range(num_layers)]
-        self._launches: dict[Any, AppendLaunch] = {}  # by the form of the rows, which an earlier call has checked
+        self._launches: dict[Any, AppendLaunch] = {}  # by the form of the tensors, which an earlier call has checked
         # For appending by slot: one request whose pages are the whole pool, in order.
         self._all_pages = torch.arange(num_pages, dtype=torch.int32, device=device)
         self._all_indptr = torch.tensor([0, num_pages], dtype=torch.int32, device=device)
         self._all_last = torch.tensor([page_size], dtype=torch.int32, device=device)
         self._first_request = torch.zeros(num_pages * page_size, dtype=torch.int32, device=device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_launches": {}}  # a copy makes its own: they hold addresses
 
     def kv(self, layer: int) -> torch.Tensor:
         """The cache of a layer for wrappers, [num_pages, 2, page_size, num_kv_heads, head_dim]; latent rows:
@@ -142,7 +146,7 @@ class TokenPool:
         cache, count = self.kv(layer), checks.tensor(slots, "slots", RunError).numel()
         k = self._stored(k, "k", k_scale)
         v = k if self.is_latent else self._stored(v, "v", v_scale)
-        form = self._form(slots, k, v)
+        form = self._form(cache, slots, k, v)
         if form is not None and (launch := self._launches.get(form)) is not None:
             self._append(launch, cache, slots, k, v)
             return
@@ -160,15 +164,17 @@ class TokenPool:
             error.use_names(dict.fromkeys(("append_ckv", "append_kpe"), "k"))
             raise
         if form is not None:
+            if len(self._launches) >= _MOST_LAUNCHES:
+                self._launches.clear()
             self._launches[form] = AppendLaunch(*self._parts(k, v), self._cache_parts(cache), "NHD")
 
-    def _form(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        """Everything that a write's checks and its launch depend on, but for addresses and the number of tokens; None
-        if only append_paged_kv_cache can take these tensors, or can say why not."""
-        if operators.is_traced() or fastcall.builtins().judge(slots, k, v):
+    def _form(self, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        """What a write's launch depends on, but for addresses and the number of tokens; None if a check fails that does
+        not follow from it, so that append_paged_kv_cache must take these tensors, or say why not."""
+        if operators.is_traced() or fastcall.builtins().judge(cache, slots, k, v):
             return None
         is_plain = slots.dtype is torch.int32 and slots.dim() == 1 and slots.is_contiguous() and k.dim() == v.dim() == 3
-        if not is_plain or not 0 < len(k) == len(v) == len(slots):
+        if not is_plain or not 0 < len(k) == len(v) == len(slots) <= len(self._first_request):
             return None
         if slots.is_cpu and not 0 <= int(slots.min()) <= int(slots.max()) < len(self._first_request):
             return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -127,6 +129,12 @@ def test_later_writes_are_checked_too(v_head_dim: int | None, device: str) -> No
         found = pool.kv(layer).flatten(0, 1) if v_head_dim else pool.kv(layer).transpose(1, 2).flatten(0, 1)
         assert torch.equal(found[slots.long()], k[:, 0] if v_head_dim else rows[begin : begin + count])
     k, v, slots = rows[:3, 0], rows[:3, 1], places[:3]
+    many = torch.zeros(30, dtype=torch.int32, device=device), *(part.repeat(10, 1, 1) for part in (k, v))
+    with pytest.raises(FlashpageError) as told:
+        TokenPool(6, 4, 1, heads, DIM, pool.dtype, device, v_head_dim=v_head_dim).write(0, *many)
+    pool.write(0, *(part[:3] for part in many))
+    with pytest.raises(FlashpageError, match=re.escape(str(told.value))):
+        pool.write(0, *many)  # more tokens than the pool has slots
     wrong = [(slots, k[:2], v[:2]), (slots.float(), k, v), (slots, k.double()[..., :5], v), (slots, k[..., ::2], v)]
     if device == "cpu":
         wrong += [(slots + 1, k, v), (slots - 5, k, v)]
@@ -138,6 +146,36 @@ def test_later_writes_are_checked_too(v_head_dim: int | None, device: str) -> No
     assert torch.equal(
         pool.kv(0).flatten(0, 1)[23] if v_head_dim else pool.kv(0)[5, :, 3], k[0, 0] if v_head_dim else rows[0]
     )
+
+
+def test_a_pool_without_memory_is_reported(device: str) -> None:
+    """Also by a write of a form that the pool knows."""
+    pool = TokenPool(6, 4, 1, KV_HEADS, DIM, dtype_of(device), device)
+    k, slots = torch.randn(3, KV_HEADS, DIM, device=device), torch.arange(3, dtype=torch.int32, device=device)
+    pool.write(0, slots, k, k)
+    pool.kv(0).untyped_storage().resize_(0)
+    with pytest.raises(FlashpageError, match="storage was resized to 0"):
+        pool.write(0, slots, k, k)
+
+
+def test_a_copy_of_a_pool_writes_to_its_own_memory(device: str) -> None:
+    pool = TokenPool(6, 4, 1, KV_HEADS, DIM, dtype_of(device), device)
+    k, slots = torch.randn(3, KV_HEADS, DIM, device=device), torch.arange(3, dtype=torch.int32, device=device)
+    pool.write(0, slots, k, k)
+    copied, before = copy.deepcopy(pool), pool.kv(0).clone()
+    for _ in range(2):
+        copied.write(0, slots, 2 * k, 2 * k)
+    assert torch.equal(pool.kv(0), before) and torch.equal(copied.kv(0), 2 * before)
+
+
+def test_a_pool_keeps_few_forms(device: str) -> None:
+    """Rows of heads that lie apart have a stride that grows with their number."""
+    pool = TokenPool(30, 4, 1, KV_HEADS, DIM, dtype_of(device), device)
+    for count in range(1, 101):
+        k, slots = torch.randn(KV_HEADS, count, DIM, device=device).transpose(0, 1), torch.arange(count, device=device)
+        pool.write(0, slots.int(), k, k)
+    assert 0 < len(pool._launches) <= 64
+    assert torch.equal(pool.kv(0).transpose(1, 2).flatten(0, 1)[:100, 0], k.to(pool.dtype))
 
 
 # ---------------------------------------------------------------- the backend
