@@ -83,6 +83,7 @@ class Engine:
         self.runner = ModelRunner(model, self.table, self.backend, layers, config.block_size, most)
         self._steps = self._computed = 0
         self._launched: deque[LaunchedStep] = deque()  # whose tokens were not read
+        self._has_failed = False  # whether an error or an interrupt left the last step
         self._ended: list[Request] = []  # not yet returned by step()
 
     def add(self, request: Request) -> None:
@@ -113,8 +114,9 @@ class Engine:
         """Launches one step of the model, then reads the tokens of the step before: the host prepares a step while the
         card computes. Returns the requests that ended with the tokens read. After an error of the model, the next step
         computes the same tokens again."""
-        while len(self._launched) > 1:  # an interrupt came before the tokens of the first one were read
+        while self._has_failed and self._launched:  # their tokens may no longer be on the card
             self._read()
+        self._has_failed = True
         works, unread = self.scheduler.schedule(), len(self._launched)
         try:
             if works:
@@ -125,6 +127,7 @@ class Engine:
         finally:
             if unread:
                 self._read()
+        self._has_failed = False
         ended, self._ended = self._ended, []
         return ended
 

@@ -27,6 +27,7 @@ class Scheduler:
 
     A step computes at most max_step_tokens tokens, so long prompts are computed in chunks next to the decodes of other
     requests. If blocks run out, the request admitted last is preempted: it frees its blocks and waits again, in front.
+    While a request is ending, those that lack blocks miss a step instead: its blocks are free after the next commit.
     """
 
     def __init__(self, blocks: BlockPool, table: RequestTable, block_size: int, max_step_tokens: int) -> None:
@@ -55,8 +56,8 @@ class Scheduler:
         """The works of the next step, for which blocks are allocated."""
         works: list[Work] = []
         budget, preemptions = self.max_step_tokens, self.num_preemptions
-        place = 0
-        while place < len(self.running) and budget > 0:  # to make room preempts requests at the list's end
+        place, all_fit = 0, True
+        while place < len(self.running) and budget > 0:  # making room may preempt requests at the list's end
             request, place = self.running[place], place + 1
             if request.is_ending:
                 continue
@@ -64,7 +65,9 @@ class Scheduler:
             if self._make_room(request, end):
                 works.append(Work(request, begin, end, not request.is_in_table))
                 budget -= end - begin
-        while self.num_preemptions == preemptions and self.waiting and budget > 0:
+            else:
+                all_fit = False
+        while all_fit and self.num_preemptions == preemptions and self.waiting and budget > 0:
             work = self._admit(self.waiting[0], budget)
             if work is None:
                 break
@@ -76,7 +79,7 @@ class Scheduler:
         """Notes that a step computes these works: later ones follow it on the device."""
         for place, (request, _, end, _) in enumerate(works):
             request.num_computed, request.is_in_table, request.place = end, True, place
-            if not request.num_pending:  # otherwise a chunk of a prompt: the next token is already known
+            if not request.num_pending:  # otherwise a chunk of a prompt: the token after it was known
                 request.num_unread += 1
             self._publish(request)
 
@@ -101,10 +104,13 @@ class Scheduler:
         return ended
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Allocates blocks for that many tokens, preempting others if needed; False if it preempted this one."""
+        """Allocates blocks for that many tokens, preempting others if needed; False if this one is preempted or
+        left out, because another one is ending."""
         needed = -(-num_tokens // self.block_size) - len(request.blocks)
         if needed <= 0:
             return True
+        if needed > self.blocks.num_free and any(other.is_ending for other in self.running):
+            return False
         while needed > self.blocks.num_free:
             last = self.running[-1]
             self._preempt(last)

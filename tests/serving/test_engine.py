@@ -354,6 +354,20 @@ def test_who_made_room_comes_back_before_those_who_never_ran() -> None:
     assert second.num_preemptions == 1 and second.state is State.WAITING and not second.blocks
 
 
+@pytest.mark.parametrize(
+    ("lens", "new"), [([28, 30], [4, 12]), ([15, 50, 1], [1, 5, 4])], ids=["for a decode", "before a waiting request"]
+)
+def test_a_request_that_is_ending_makes_room(lens: list[int], new: list[int]) -> None:
+    """The second request lacks blocks while the first one's last token is not read. It misses a step, and no block
+    that is free goes to the third one, which would be preempted for it."""
+    engine = Engine(small_model("cpu"), EngineConfig(1 + 4, max_step_tokens=32, reuse_prefixes=False))
+    requests = requests_of(lens, new)
+    engine.run(requests)
+    assert engine.statistics.preemptions == 0
+    assert [len(request.generated) for request in requests] == new
+    check_idle(engine)
+
+
 def test_ragged_extends_give_the_same_tokens(model: Llama) -> None:
     """The other kind of extend: attention to new tokens as given, merged with that over the pool."""
 
