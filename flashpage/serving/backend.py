@@ -10,7 +10,11 @@ from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 
 
 class AttentionBackend(abc.ABC):
-    """Attention for a model runner, which prepares the metadata of a step and then runs the layers."""
+    """Attention for a model runner, which prepares the metadata of a step and then runs the layers.
+
+    A step is prepared while the card may still compute the last one: init_forward_metadata* must not overwrite pinned
+    memory from which an earlier call copies. Tokens that the host has not read are negative there, but not in forward.
+    """
 
     @abc.abstractmethod
     def init_forward_metadata(self, batch: ForwardBatch) -> None:

@@ -24,7 +24,7 @@ class TableWrites(NamedTuple):
 def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableWrites]:
     """The batch of a step: DECODE if each request has one new token, else EXTEND.
 
-    A token that the host has not read is -1 - i: the i-th of those that the step before finds.
+    A token that the host has not read is -1 - i: the i-th of those that the step before computes.
     """
     spans = [(request, begin, end) for request, begin, end, _ in works]
     # Slots of a shared prefix are new to the table too.
@@ -34,8 +34,8 @@ def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableW
     own_blocks = [of.blocks[begin // block_size : -(-end // block_size)] for of, begin, end in spans]
     blocks, before = _array(list(itertools.chain(*own_blocks))), _starts(_array(list(map(len, own_blocks))))
     positions = np.arange(counts.sum(), dtype=np.int32) + np.repeat(begins - _starts(counts), counts)
-    slots = blocks[np.repeat(before - first_blocks, counts) + positions // block_size] * block_size
-    slots += positions % block_size
+    places = np.repeat(before - first_blocks, counts) + positions // block_size  # of the block that holds each position
+    slots = blocks[places] * block_size + positions % block_size
     rows = np.repeat(_array([of.row for of, *_ in spans]), counts)
     writes = TableWrites(*map(torch.from_numpy, (rows, positions, slots)))
     tokens: list[int] = []

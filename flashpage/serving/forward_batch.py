@@ -41,7 +41,7 @@ class ForwardBatch:
     """The tensors of one step. Lengths stay on the host, where plans are made; all others are where the model runs."""
 
     mode: ForwardMode
-    tokens: torch.Tensor  # [new tokens] int32
+    tokens: torch.Tensor  # [new tokens] int32; -1 - i: the i-th that the step before computes, until forward
     positions: torch.Tensor  # [new tokens] int32, within their requests
     out_slots: torch.Tensor  # [new tokens] int32, where their K and V go
     rows: torch.Tensor  # [batch] int32, of the request table

@@ -33,7 +33,7 @@ class Request:
     num_computed: int = 0  # tokens whose K and V are in the blocks, or will be after the steps that were launched
     num_published: int = 0  # blocks that other requests can find
     num_unread: int = 0  # tokens that launched steps find, which the host has not read
-    place: int = -1  # of its newest token among those of the last launched step
+    place: int = -1  # of its newest token among those of the last step that it was in
     num_preemptions: int = 0
     _hashes: list[bytes] = dataclasses.field(default_factory=list)
 

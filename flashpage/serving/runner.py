@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -114,6 +115,7 @@ class ModelRunner:
         self._block_size = block_size
         # -1, then the tokens that the last step found.
         self._newest = torch.full((1 + table.max_requests,), -1, dtype=torch.int32, device=model.device)
+        self._end: torch.cuda.Event | None = None  # of the last step
         self.graphs: GraphRunner | None = None
         if max_graph_batch and backend.supports_graphs:
             sizes = batch_sizes_to_capture(max_graph_batch)
@@ -122,6 +124,8 @@ class ModelRunner:
     def launch(self, works: list[Work]) -> LaunchedStep:
         """Starts a step after the one that was launched last."""
         device = self.model.device
+        if self._end is not None:  # that step may have been launched on another stream
+            torch.cuda.current_stream(device).wait_event(self._end)
         batch, writes = make_batch(works, self._block_size)
         self.table.write(*moved(writes, device))
         if self.graphs is not None and self.graphs.can_run(batch):
@@ -131,19 +135,20 @@ class ModelRunner:
             self.backend.init_forward_metadata(batch)
             found = self._forward(batch)
         tokens = room_on_host(len(works), device).copy_(found, non_blocking=True)
-        end = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return LaunchedStep(works, tokens, end)
+        if device.type == "cuda":
+            self._end = torch.cuda.current_stream(device).record_event()
+        return LaunchedStep(works, tokens, self._end)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         """The next token of each request, valid until the next step."""
         # Token -1 - i is the i-th of the newest ones; a known token reads the -1 before them, and is larger.
         newest = self._newest.index_select(0, batch.tokens.neg().clamp_(min=0))
-        tokens = torch.maximum(batch.tokens, newest)
+        batch = dataclasses.replace(batch, tokens=torch.maximum(batch.tokens, newest))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.backend.forward(q, k, v, self._layers[layer], batch)
 
-        hidden = self.model.forward(tokens, batch.positions, attend)
+        hidden = self.model.forward(batch.tokens, batch.positions, attend)
         if batch.mode is ForwardMode.EXTEND:  # last token of each request
             (last,) = moved([on_host(batch.new_lens.numpy().cumsum() - 1, hidden.device)], hidden.device)
             hidden = hidden.index_select(0, last)

@@ -22,8 +22,8 @@ def on_host(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def joined(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The parts one after the other; in such memory if they are int32 on the host. A single part is returned as it is:
-    make it by on_host."""
+    """The parts one after the other; in memory of room_on_host if they are int32 on the host. A single part is returned
+    as it is: make it by on_host."""
     if len(parts) == 1:
         return parts[0]
     if not all(part.is_cpu and part.dtype is torch.int32 for part in parts):

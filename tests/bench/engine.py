@@ -80,7 +80,7 @@ class FlashInferPlan:
             if mask is not None:
                 given["custom_mask"] = mask.values
         if self._copied is not None:
-            self._copied.synchronize()  # it ended long ago: steps are read before the next but one is planned
+            self._copied.synchronize()  # ended, or next in line: the step before that plan's own was read
         self._wrapper.plan(*arrays, *sizes, **given)
         self._copied = torch.cuda.current_stream().record_event()
 

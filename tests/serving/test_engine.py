@@ -271,6 +271,21 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(model: Ll
     assert len(request.generated) == 4 and engine.statistics.computed_tokens == 5 + 3
 
 
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_backends_see_tokens_in_forward(use_graphs: bool) -> None:
+    """Those that the host has not read are known by then."""
+    least = []
+
+    class Noted(PagedAttention):
+        def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, *others: Any) -> torch.Tensor:
+            least.append(int(batch.tokens.min()))
+            return super().forward(q, k, v, layer, batch, *others)
+
+    engine = Engine(small_model("cpu"), EngineConfig(64, use_graphs=use_graphs), Noted)
+    engine.run(requests_of(LENS, NEW))
+    assert min(least) >= 0 and len(least) >= 2 * max(NEW)
+
+
 def test_a_wrong_page_makes_the_check_fail(model: Llama) -> None:
     """For one step, an entry of the request table points at another request's page."""
     engine = Engine(model, EngineConfig(64, use_graphs=False))
