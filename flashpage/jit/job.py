@@ -9,9 +9,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..base import env
 from ..base.errors import CompileError, KernelMissingError
 from ..base.warn import warn
 from ..kernels.spec import KernelSpec
@@ -40,7 +42,7 @@ class Job:
         """Finds the compiler and writes the source into a folder of its own under `work`."""
         compiler = compiler or find_compiler(target)
         if compiler is None:
-            raise missing_error(spec, target, f"there is no compiler for it here (looked for {looked_for(target)})")
+            raise missing_error([spec], target)
         job = Job(spec, target, source.key, compiler, work / source.key)
         files.make(job.folder, 0o700)
         files.write(job.source, source.text.encode(), 0o600)
@@ -155,10 +157,14 @@ class Job:
         return "" if status else f"{self.compiler.program[0]} ended without an error and wrote no file."
 
 
-def missing_error(spec: KernelSpec, target: Target, reason: str) -> KernelMissingError:
-    """A kernel that is not built and cannot be built here, with the command that does it elsewhere."""
-    text = shlex.quote(manifest.spec_text(spec))
+def missing_error(specs: Sequence[KernelSpec], target: Target) -> KernelMissingError:
+    """Kernels that are not built and cannot be built here, with the command that does it elsewhere."""
+    which, it = (f"kernel {specs[0].name} is", "it") if len(specs) == 1 else (f"{len(specs)} kernels are", "them")
+    reason = f"there is no compiler for {it} here (looked for {looked_for(target)})"
+    if env.is_off("FLASHPAGE_JIT"):
+        reason = f"FLASHPAGE_JIT=off forbids compiling {it} now"
+    texts = " ".join(f"--spec {shlex.quote(manifest.spec_text(spec))}" for spec in specs)
     return KernelMissingError(
-        f"kernel {spec.name} is not built for {target.name}, and {reason}. "
-        f"Build it with: flashpage build --target {target.name} --spec {text}"
+        f"{which} not built for {target.name}, and {reason}. "
+        f"Build {it} with: flashpage build --target {target.name} {texts}"
     )

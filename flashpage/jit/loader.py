@@ -65,12 +65,16 @@ def get_kernel(spec: KernelSpec, device: Device = None) -> LoadedKernel:
 
 
 def prebuild(specs: Iterable[KernelSpec], device: Device = None) -> list[LoadedKernel]:
-    """As get_kernel for several specs; those that must be compiled are compiled at the same time."""
+    """As get_kernel for several specs; those that must be compiled are compiled at the same time. Where none can be
+    compiled, one KernelMissingError has all of them."""
     specs = list(specs)
     index = device_index(device)
     missing = [s for s in specs if (s, _canonical(index)) not in _kernels and next(_built(s, index), None) is None]
-    if len(missing) > 1 and not env.is_off("FLASHPAGE_JIT"):
-        for result in build_kernels([(spec, _best_target(index)) for spec in missing]):
+    if len(missing) > 1:
+        target = _best_target(index)
+        if not may_compile(target):
+            raise missing_error(missing, target)
+        for result in build_kernels([(spec, target) for spec in missing]):
             if result.error:
                 raise result.error
             assert result.entry is not None
@@ -122,7 +126,7 @@ def _find(spec: KernelSpec, index: int | None) -> LoadedKernel:
     if unusable and index is not None and not may_compile(target):
         raise DeviceError(driver.explain(unusable, index, failure)) from failure
     if env.is_off("FLASHPAGE_JIT"):
-        raise missing_error(spec, target, "FLASHPAGE_JIT=off forbids compiling it now") from failure
+        raise missing_error([spec], target) from failure
     store = jit_store()
     if unusable and driver.was_refused(unusable, index):  # the same compiler would make the same for the same driver
         raise DeviceError(driver.explain(unusable, index, failure)) from failure

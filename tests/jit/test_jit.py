@@ -118,6 +118,20 @@ def test_no_compiler(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     _check_command(str(caught.value), toy())
 
 
+@pytest.mark.parametrize(("name", "value"), [("FLASHPAGE_JIT", "off"), ("FLASHPAGE_CXX", "no-such-compiler")])
+def test_all_missing_kernels_are_told_at_once(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    jit.get_kernel(toy(0))
+    monkeypatch.setenv(name, value)
+    with pytest.raises(KernelMissingError, match="^2 kernels are not built .* them ") as caught:
+        jit.prebuild([toy(0), toy(1), toy(2)])
+    words = shlex.split(str(caught.value).partition("Build them with: ")[2])
+    assert [manifest.parse_spec(json.loads(text)) for text in words[5::2]] == [toy(1), toy(2)]
+    assert words[:4] == ["flashpage", "build", "--target", jit.host_target().name]
+    assert sandbox.num_compiles() == 1
+
+
 def test_no_cuda_compiler(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     (sandbox.templates / "kernel.cu.jinja").touch()
     monkeypatch.setenv("FLASHPAGE_NVCC", "off")
