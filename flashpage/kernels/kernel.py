@@ -79,7 +79,6 @@ class AttentionKernel(Kernel):
     row_boxes: bool = False  # it loads q and stores out by tensor maps, if they have one
     query_boxes: bool = False  # it loads q by a tensor map whose boxes may have a part of a group's heads, if q has one
     line_bytes: Callable[[KernelSpec], int] = lambda spec: LINE_BYTES  # of boxes of K and V
-    v_line_bytes: int | None = None  # of boxes of V, if those of K differ
     gathers_rows: bool = False  # consecutive rows may be worth a copy of single ones (plan/gather_rows.py)
     runs_beside: bool = False  # with one CTA an SM, it can share the SMs with another launch of the same run
     ahead: tuple[Ahead, ...] = ()  # plans whose kernels are built ahead of time

@@ -1,21 +1,19 @@
 """Attention of many packed rows over latent rows (MLA) on Hopper, by pairs of CTAs: each loads half of the columns. It
-takes up to 64 packed rows, and any number over single rows (small pages, lists) and over rows in fp8."""
+takes what boxes do not bring: single rows (small pages, lists), and rows in fp8."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from . import latent_wide_sm90
+from . import latent_wide_sm90, wgmma_source
 from .ahead import ONE_TOKEN, latent_rows, listed_rows
 from .kernel import ANY_BYTES
-from .latent_decode_sm90 import loader
-from .latent_wide_sm90 import ROWS, packed_rows
+from .latent_decode_sm90 import loader, traits
+from .latent_wide_sm90 import ROWS, many_rows, packed_rows
 from .spec import KernelSpec
-from .tensor_maps import NARROW_LINE_BYTES
 from .tile import Tile
 from .work import Work
 
-LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 _TOKENS = 64  # of a block
 _MOST_STAGES = 8  # the header uses as many as fit
 
@@ -31,13 +29,14 @@ def _tile(work: Work) -> Tile:
     return Tile(row_tiles * ROWS, _TOKENS, warps_q=4, warps_kv=2, stages=_MOST_STAGES, ctas=2)
 
 
-def _fitting_rows(work: Work) -> str | None:
-    rows = packed_rows(work)
-    if rows < LEAST_PACKED_ROWS:
-        return f"{rows} packed rows are few, it takes {LEAST_PACKED_ROWS} or more"
-    if rows > ROWS and loader(work.options) == "boxes":
-        return f"{rows} packed rows: where boxes bring the rows it takes up to {ROWS}, and latent_wide_sm90 takes more"
-    return None
+def _no_boxes(work: Work) -> str | None:
+    return "boxes bring the rows: latent_wide_sm90 takes them" if loader(work.options) == "boxes" else None
+
+
+def _columns_of_product(spec: KernelSpec) -> int:
+    """All value columns of a CTA, or half of them where rows are converted: a launch with converting warps has too few
+    registers for the larger product."""
+    return spec.head_dim_vo // (4 if spec.kv_dtype.is_fp8 else 2)
 
 
 def _value_columns(work: Work) -> str | None:
@@ -51,13 +50,14 @@ KERNEL = dataclasses.replace(
     name="latent_columns_sm90",
     header="flashpage/kernels/latent_columns_sm90/kernel.h",
     cpp="LatentColumnsSm90<Traits>",
-    accepts=(_fitting_rows, _value_columns, *latent_wide_sm90.OPTIONS),
+    accepts=(many_rows, _no_boxes, _value_columns, *latent_wide_sm90.OPTIONS),
     loader=loader,
     tile=_tile,
-    v_line_bytes=NARROW_LINE_BYTES,
-    query_boxes=False,
     most_cache_bytes=_most_cache_bytes,
+    sources=lambda spec: wgmma_source.render_parts(spec, _columns_of_product(spec)),
+    traits=traits,
+    attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",
     context_rows=lambda options, card: [],
     context_tile=lambda spec, contexts: None,
-    ahead=(*latent_rows(64), *latent_rows(64, 128, page_size=ONE_TOKEN), *listed_rows(64, 128)),
+    ahead=(*latent_rows(64, 128, page_size=ONE_TOKEN), *listed_rows(64, 128)),
 )

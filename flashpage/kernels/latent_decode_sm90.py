@@ -90,8 +90,8 @@ def _cost(work: Work, tile: Tile) -> Cost:
     )
 
 
-def traits(spec: KernelSpec) -> tuple[str, ...]:
-    products = (f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ValueProduct"))
+def traits(spec: KernelSpec, names: tuple[str, ...] = ("KeyProduct", "ValueProduct")) -> tuple[str, ...]:
+    products = (f"using {name} = flashpage::{name};" for name in names)
     # The tiles in shared memory have the queries' type.
     return (*attention_traits(spec, spec.q_dtype, spec.q_dtype, "swizzled"), *products, latent_trait(spec))
 

@@ -1,5 +1,4 @@
-"""Attention of many packed rows over latent rows (MLA) on Hopper: 128 in a pair of CTAs that load tokens for each
-other."""
+"""Attention of many packed rows over latent rows (MLA) on Hopper, which boxes bring: 64 in a CTA, or 128 in a pair."""
 
 from __future__ import annotations
 
@@ -22,6 +21,8 @@ from .work import Problem, Work
 
 ROWS = 64  # packed rows of a product
 _ROWS_OF_PAIR = 2 * ROWS
+_PRODUCTS = ("KeyProduct", "HeldKeyProduct", "ValueProduct")
+LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 _LARGEST_CLUSTER = 16  # CTAs of latent_decode_sm90 that share a unit
 _TOKENS = 64  # of a block
 _STAGES = 2  # blocks in shared memory
@@ -31,7 +32,10 @@ SIDE_BY_SIDE_NOTE = "tile: two pairs of CTAs compute a request's row tiles side 
 
 
 def _tile(work: Work) -> Tile:
-    tile, options = Tile(ROWS, _TOKENS, warps_q=4, warps_kv=2, stages=_STAGES).paired(), work.options
+    single, options = Tile(ROWS, _TOKENS, warps_q=4, warps_kv=1, stages=_STAGES, warps_v=2), work.options
+    if packed_rows(work) <= ROWS:
+        return single
+    tile = single.paired()
     tiles, wide = -(-options.uniform_q_len * options.group_size // tile.tile_q), _side_by_side(tile)
     is_even = 0 < tiles <= _MOST_TILES and tiles % 2 == 0
     return wide if is_even and wide.ctas <= work.card.sms else tile
@@ -81,9 +85,10 @@ def packed_rows(work: Work) -> int:
     return min(rows, group) if work.options.is_batch_invariant else rows
 
 
-def _many_rows(work: Work) -> str | None:
+def many_rows(work: Work) -> str | None:
     rows = packed_rows(work)
-    return None if rows > ROWS else f"{rows} packed rows are few, it takes {ROWS + 1} or more"
+    few = rows < LEAST_PACKED_ROWS
+    return f"{rows} packed rows are few, it takes {LEAST_PACKED_ROWS} or more" if few else None
 
 
 def _not_tiny(work: Work) -> str | None:
@@ -95,6 +100,11 @@ def _boxes(work: Work) -> str | None:
     if work.options.latent_format != latent_formats.PLAIN:
         return "it converts no rows in fp8"
     return None if boxes_or_rows(work.options) == "boxes" else f"pages of {work.options.page_size} tokens have no boxes"
+
+
+def _sources(spec: KernelSpec) -> str:
+    # A launch with four warpgroups has too few registers for a product of half of the value columns.
+    return f"{wgmma_source.render_parts(spec, spec.head_dim_vo // 4)}\n\n{wgmma_source.render_held_keys(spec)}"
 
 
 def _value_columns(work: Work) -> str | None:
@@ -135,7 +145,7 @@ KERNEL = AttentionKernel(
     cpp="LatentWideSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(_many_rows, _boxes, _not_tiny, _value_columns, *OPTIONS),
+    accepts=(many_rows, _boxes, _not_tiny, _value_columns, *OPTIONS),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,
@@ -143,8 +153,8 @@ KERNEL = AttentionKernel(
     context_tile=_context_tile,
     row_alignment=16,
     query_boxes=True,
-    sources=wgmma_source.render_halves,
-    traits=traits,
-    ahead=latent_rows(128),
-    attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",
+    sources=_sources,
+    traits=lambda spec: traits(spec, _PRODUCTS),
+    ahead=latent_rows(64, 128),
+    attributes=lambda spec: "__cluster_dims__(2, 1, 1) " if spec.ctas > 1 else "",
 )

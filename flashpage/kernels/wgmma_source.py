@@ -49,15 +49,20 @@ def render_transposed(spec: KernelSpec) -> str:
     return f"{keys}\n\n{values}"
 
 
-def render_halves(spec: KernelSpec) -> str:
-    """Renders KeyProduct (scores of a block of tokens) and ValueProduct (half of the value columns, or a quarter where
-    rows are converted: a launch with converting warps has too few registers for the larger product)."""
+def render_parts(spec: KernelSpec, value_columns: int) -> str:
+    """Renders KeyProduct (scores of a block of tokens) and ValueProduct (`value_columns` of the value columns)."""
     assert spec.tile is not None
     kind = _TYPES[product_dtype(spec)]
     keys = _product("KeyProduct", spec.tile.tile_kv, kind, a_in_registers=False, b_by_columns=False)
-    columns = spec.head_dim_vo // (4 if spec.kv_dtype.is_fp8 else 2)
-    values = _product("ValueProduct", columns, kind, a_in_registers=True, b_by_columns=True)
+    values = _product("ValueProduct", value_columns, kind, a_in_registers=True, b_by_columns=True)
     return f"{keys}\n\n{values}"
+
+
+def render_held_keys(spec: KernelSpec) -> str:
+    """Renders HeldKeyProduct: KeyProduct with the queries in registers."""
+    assert spec.tile is not None
+    kind = _TYPES[product_dtype(spec)]
+    return _product("HeldKeyProduct", spec.tile.tile_kv, kind, a_in_registers=True, b_by_columns=False)
 
 
 def short_tokens(spec: KernelSpec) -> int:

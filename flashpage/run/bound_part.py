@@ -70,11 +70,10 @@ class BoundPart:
         params.cta_rows = prepared.schedule.tile_q // spec.ctas
         if tokens:
             form_of = functools.partial(
-                tensor_maps.box_form, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged
+                tensor_maps.box_form, element_bytes=element_bytes, tokens=tokens, line=line, is_paged=is_paged
             )
             (k, k_view), (v, v_view) = views.items()
-            found.k = form_of(k_view, k, line=line)
-            found.v = form_of(v_view, v, line=prepared.choice.kernel.v_line_bytes or line)
+            found.k, found.v = form_of(k_view, k), form_of(v_view, v)
         kernel = prepared.choice.kernel
         if tile and kernel.row_boxes and spec.loader != "converted":
             self._bind_row_boxes(found, has_out=spec.loader != "transposed")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+import re
 from typing import Any
 
 import latent_rows
@@ -67,13 +68,6 @@ TRANSPOSED_CASES = [
     latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
 ]
 COLUMNS_CASES = [
-    latent_case("edges", "blocks of one unit, and units that follow each other", _ONES, _EDGES, sinks=True, **_ROWS_64),
-    latent_case("mtp", "single rows, causal, two row tiles", (2, 1), (64, 129), page_size=1, causal=True, **_ROWS_64),
-    latent_case(
-        "page-64", "maxima that rise", (1, 1), (100, 450), page_size=64, cache="gapped", sm_scale=4.0, **_ROWS_64
-    ),
-    latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, **_ROWS_64),
-    latent_case("page-3", "single rows, causal", (1, 2), (70, 129), page_size=3, causal=True, num_q_heads=40),
     latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), row_format="deepseek_v32-uneven", **_96_LISTED),
     latent_case(
         "v32-turns",
@@ -85,15 +79,45 @@ COLUMNS_CASES = [
     ),
     latent_case("v4", "rows of 584 bytes, a list, two row tiles", (1, 2), (230, 70), **_V4, **_96_LISTED),
     latent_case("v4-turns", "rows of 584 bytes, fp16", (1, 1), (230, 400), q_dtype="float16", **_V4, **_40_LISTED),
-    latent_case("fp32", "fp32 outputs", (1,), (170,), o_dtype="float32", **_ROWS_64),
     latent_case("tokens", "scales of tokens, two row tiles", (2,), (170,), row_format="tokens", **_ROWS_64, **_MISTRAL),
-    latent_case("selected-two", "known lengths", (1, 2), (140, 70), selected="lengths", sinks=True, num_q_heads=96),
-    latent_case("256-64", "fp16", (1,), (290,), head_dim=320, head_dim_vo=256, q_dtype="float16", num_q_heads=40),
     latent_case(
-        "512-0", "rows without a tail, a negative scale", (1,), (190,), head_dim=512, sm_scale=-0.1, **_ROWS_64
+        "rows-edges", "blocks, and units that follow each other", _ONES, _EDGES, page_size=1, sinks=True, **_ROWS_64
+    ),
+    latent_case(
+        "rows-mtp", "single rows, causal, two row tiles", (2, 1), (64, 129), page_size=1, causal=True, **_ROWS_64
+    ),
+    latent_case(
+        "rising", "maxima that rise", (1, 1), (100, 450), page_size=1, cache="gapped", sm_scale=4.0, **_ROWS_64
+    ),
+    latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, **_ROWS_64),
+    latent_case("page-3", "single rows, causal", (1, 2), (70, 129), page_size=3, causal=True, num_q_heads=40),
+    latent_case("rows-fp32", "fp32 outputs", (1,), (170,), o_dtype="float32", page_size=1, **_ROWS_64),
+    latent_case("selected-two", "known lengths", (1, 2), (140, 70), selected="lengths", sinks=True, num_q_heads=96),
+    latent_case(
+        "rows-256-64",
+        "fp16",
+        (1,),
+        (290,),
+        head_dim=320,
+        head_dim_vo=256,
+        page_size=1,
+        q_dtype="float16",
+        num_q_heads=40,
+    ),
+    latent_case(
+        "rows-512-0",
+        "rows without a tail, a negative scale",
+        (1,),
+        (190,),
+        head_dim=512,
+        page_size=1,
+        sm_scale=-0.1,
+        **_ROWS_64,
     ),
 ]
 WIDE_CASES = [
+    latent_case("single", "units of one CTA", _ONES, _EDGES, page_size=64, sinks=True, **_ROWS_64),
+    latent_case("mtp-1", "one CTA, causal", (2, 1), (300, 129), page_size=32, causal=True, num_q_heads=20),
     latent_case("equal", "row tiles side by side, Q by boxes", (2, 2), (130, 60), causal=True, num_q_heads=128),
     latent_case("fp32", "fp32 outputs", (1,), (170,), o_dtype="float32", **_ROWS_96),
     latent_case("rows-2", "Q by boxes of two rows", (5, 3), (70, 129), causal=True, num_q_heads=32),
@@ -109,7 +133,13 @@ WIDE_CASES = [
 ]
 ROWS = [*((TRANSPOSED, case) for case in TRANSPOSED_CASES), *((WIDE, case) for case in WIDE_CASES)]
 ROWS += ((BY_COLUMNS, case) for case in COLUMNS_CASES)
-RARE = {"latent-512-0", "latent-256-64", "latent-128-48"}  # builds for sizes of rows, whose paths others take too
+RARE = {
+    "latent-512-0",
+    "latent-rows-512-0",
+    "latent-rows-256-64",
+    "latent-256-64",
+    "latent-128-48",
+}  # builds for sizes of rows, whose paths others take too
 assert {case.name for _, case in ROWS} >= RARE
 by_rows = pytest.mark.parametrize(
     ("kernel", "case"),
@@ -140,6 +170,12 @@ def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
     values |= {name.upper(): value for name, value in tile.items()}
     values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim, "KV_SOURCE": spec.kv_source}
     values["LATENT_FORMAT"] = spec.latent_format
+    columns = re.search(r"struct ValueProduct \{\s*static constexpr int columns = (\d+)", kernel.sources(spec))
+    assert columns is not None
+    values |= {
+        "VALUE_COLUMNS": columns[1],
+        "CTAS_OF_CLUSTER": 2 if "__cluster_dims__" in kernel.attributes(spec) else 1,
+    }
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return ctypes.CDLL(str(shared_library("latent_kernel.cpp", first_include="hopper", flags=flags)))
 
@@ -190,11 +226,9 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
         params.q_scale, params.k_scale, params.score_scale = None, None, case.score_scale
     scales = latent_rows.run_arguments(case, inputs.cache, "cpu")  # which must live as long as params
     latent_rows.set_scales(params, **scales)
-    widths = (128, kernel.v_line_bytes or 128)
-    halves = zip((first, second), widths, strict=True) if box else ()
-    forms = [map_of(half.unsqueeze(2), (width, box, 1, 1)) for half, width in halves]
+    forms = [map_of(half.unsqueeze(2), (128, box, 1, 1)) for half in (first, second) if box]
     heads = min(case.num_q_heads, cta_rows := spec.tile.tile_q // spec.ctas)
-    if kernel.query_boxes and cta_rows % heads == case.num_q_heads % heads == 0:
+    if box and kernel.query_boxes and cta_rows % heads == case.num_q_heads % heads == 0:
         params.query_box_rows = cta_rows // heads
         forms.append(map_of(q.transpose(0, 1).unsqueeze(0), (128, heads, params.query_box_rows, 1)))
     maps = (Map * 4)(*forms)
@@ -247,11 +281,11 @@ def test_warps_may_sleep(kernel: AttentionKernel, case: Case, seed: int, monkeyp
     compare(kernel, case, 48)
 
 
-@pytest.mark.parametrize(("kernel", "heads"), [(BY_COLUMNS, 64), (WIDE, 128)])
-def test_large_weights_are_exact(kernel: AttentionKernel, heads: int) -> None:
+@pytest.mark.parametrize(("kernel", "heads", "page_size"), [(BY_COLUMNS, 64, 1), (WIDE, 64, 64), (WIDE, 128, 64)])
+def test_large_weights_are_exact(kernel: AttentionKernel, heads: int, page_size: int) -> None:
     """A row's largest weight is 1 as a factor of its values, so that little but the output's rounding is left. With
     maxima that move by 2^8 alone the error is 2.2e-3."""
-    case = latent_case("large", "few tokens have most of the sum", (1,), (500,), num_q_heads=heads, page_size=64)
+    case = latent_case("large", "few tokens have most of the sum", (1,), (500,), num_q_heads=heads, page_size=page_size)
     inputs = make_inputs(case)
     out, _, _ = run(kernel, case, inputs, 0)
     expected = torch.cat([state.out for state in reference_states(inputs)])
@@ -261,7 +295,7 @@ def test_large_weights_are_exact(kernel: AttentionKernel, heads: int) -> None:
 @pytest.mark.parametrize(
     ("form", "by_heads"),
     [
-        ({}, {16: TRANSPOSED, 64: BY_COLUMNS, 128: WIDE}),
+        ({}, {16: TRANSPOSED, 40: WIDE, 128: WIDE}),
         ({"page_size": 1}, {32: TRANSPOSED, 40: BY_COLUMNS, 128: BY_COLUMNS}),
         ({"selected": "padded"}, {32: TRANSPOSED, 40: BY_COLUMNS, 128: BY_COLUMNS}),
         ({"row_format": "deepseek_v32"}, {32: TRANSPOSED, 64: BY_COLUMNS, 128: BY_COLUMNS}),
@@ -280,13 +314,15 @@ def test_the_kernel_of_a_form(form: dict[str, Any], by_heads: dict[int, Attentio
     [
         (TRANSPOSED, 32, {}),
         (WIDE, 128, {}),
-        (BY_COLUMNS, 64, {}),
+        (WIDE, 64, {}),
+        (BY_COLUMNS, 64, {"page_size": 1}),
         (BY_COLUMNS, 128, {"selected": "padded"}),
+        (BY_COLUMNS, 64, {"selected": "padded", "row_format": "deepseek_v32"}),
         (TRANSPOSED, 32, {"selected": "padded", "row_format": "deepseek_v32"}),
     ],
 )
 def test_ci_looks_at_the_machine_code(kernel: AttentionKernel, rows: int, form: dict[str, Any]) -> None:
     """`python -m aot.build --check` fails where registers spill and where ptxas serialises products."""
-    case = latent_case("machine code", "DeepSeek's rows", (1,), (1,), num_q_heads=rows, page_size=64, **form)
+    case = latent_case("machine code", "DeepSeek's rows", (1,), (1,), num_q_heads=rows, **({"page_size": 64} | form))
     target = Target("cuda", 90)
     assert (spec_of(kernel, case), target) in aot_build.checked([target.name])

@@ -1,6 +1,7 @@
 // All of a kernel over latent rows on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX
 // manual. For tests/kernels/test_latent_kernel.py, which sets HEADER, KERNEL, CACHE, OUT, TILE_Q, TILE_KV,
-// WARPS_Q, WARPS_KV, WARPS_V, STAGES, CTAS, HEAD_DIM_QK, HEAD_DIM_VO, KV_SOURCE, LATENT_FORMAT and LOADER.
+// WARPS_Q, WARPS_KV, WARPS_V, STAGES, CTAS, CTAS_OF_CLUSTER, HEAD_DIM_QK, HEAD_DIM_VO, VALUE_COLUMNS, KV_SOURCE,
+// LATENT_FORMAT and LOADER.
 #include HEADER
 
 #include "flashpage/ptx/named_barrier.h"
@@ -46,9 +47,32 @@ struct KeyProduct {
   }
 };
 
+// A factor in registers: the lane's two rows. Called by all lanes of a warp.
+struct HeldRows {
+  float terms[2][steps];
+  explicit HeldRows(const u32 (&a)[4]) {
+    std::array<u32, 32> of_lanes[4];
+    for (int i = 0; i < 4; ++i) of_lanes[i] = hopper::of_lanes(a[i]);
+    for (int k = 0; k < steps; ++k)
+      for (int row = 0; row < 2; ++row) {
+        const u32 pair = of_lanes[k / 8 * 2 + row][threadIdx.x % 32 / 4 * 4 + k % 8 / 2];
+        terms[row][k] = number(pair >> k % 2 * 16 & 0xffff);
+      }
+  }
+};
+
+struct HeldKeyProduct {
+  template <int tiles>
+  static void multiply(float (&c)[tiles][4], const u32 (&a)[4], u64 b, bool accumulate) {
+    hopper::multiply_later([=, &c, &a] {
+      const HeldRows held(a);
+      add(c, b, accumulate, [&](int row, int k) { return held.terms[row / 8 % 2][k]; });
+    });
+  }
+};
+
 struct ValueProduct {
-  // The columns that wgmma_source.py renders for latent_columns_sm90.
-  static constexpr int columns = HEAD_DIM_VO / (LatentFormat::LATENT_FORMAT == LatentFormat::plain ? 2 : 4);
+  static constexpr int columns = VALUE_COLUMNS;
   // Rows of a in shared memory are the terms: 64 columns of V, token by token.
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
@@ -61,20 +85,13 @@ struct ValueProduct {
   static void multiply(float (&c)[tiles][4], const u32 (&a)[4], u64 b, bool accumulate) {
     const u32 values = static_cast<u32>(b), next_panel = static_cast<u32>(b >> 32);
     hopper::multiply_later([=, &c, &a] {
-      std::array<u32, 32> of_lanes[4];
-      for (int i = 0; i < 4; ++i) of_lanes[i] = hopper::of_lanes(a[i]);
-      float rows[2][steps];
-      for (int k = 0; k < steps; ++k)
-        for (int row = 0; row < 2; ++row) {
-          const u32 pair = of_lanes[k / 8 * 2 + row][threadIdx.x % 32 / 4 * 4 + k % 8 / 2];
-          rows[row][k] = number(pair >> k % 2 * 16 & 0xffff);
-        }
+      const HeldRows held(a);
       for (int i = 0; i < tiles * 2; ++i) {
         const int column = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
         float sums[2] = {};
         for (int k = 0; k < steps; ++k) {
           const float value = element(values + column / 64 * next_panel + k * 128 + column % 64 * 2);
-          for (int row = 0; row < 2; ++row) sums[row] += rows[row][k] * value;
+          for (int row = 0; row < 2; ++row) sums[row] += held.terms[row][k] * value;
         }
         for (int row = 0; row < 2; ++row) {
           float& total = c[i / 2][row * 2 + i % 2];
@@ -93,6 +110,7 @@ struct Traits {
   using Out = OUT;
   using Variant = ::Variant;
   using KeyProduct = ::KeyProduct;
+  using HeldKeyProduct = ::HeldKeyProduct;
   using ValueProduct = ::ValueProduct;
   static constexpr int head_dim_qk = HEAD_DIM_QK, head_dim_vo = HEAD_DIM_VO;
   static constexpr LatentFormat latent_format = LatentFormat::LATENT_FORMAT;
@@ -122,9 +140,8 @@ extern "C" i32 run_latent(const AttentionParams* params, const VariantArgs* args
   card::meanwhile = hopper::land_some;
   std::memset(memory, 0x7f, sizeof memory);  // NaN
   using Kernel = KERNEL<Traits>;
-  constexpr int clusters = CTAS > 2 ? 2 : CTAS;  // of CTAs; two pairs that share units are two clusters
   static_assert(Kernel::shared_bytes <= sizeof memory / 2);
-  card::launch(num_ctas * CTAS, Kernel::threads, [&] { Kernel::run(*params, *args, maps); }, clusters);
+  card::launch(num_ctas * CTAS, Kernel::threads, [&] { Kernel::run(*params, *args, maps); }, CTAS_OF_CLUSTER);
   return static_cast<i32>(std::count_if(hopper::barriers.begin(), hopper::barriers.end(),
                                         [](const auto& at) { return at.second.arrived > 0 || at.second.bytes != 0; }));
 }

@@ -21,7 +21,6 @@ struct WideWarpsOf {
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int plan_warp = 3;  // goes through the plan and loads Q; each other loading warp has a part
   static constexpr int first_registers = 65536 / threads / 8 * 8;  // of a thread, when the launch begins
-  static constexpr int loading_registers = 40, computing_registers = 232;
   // Warpgroups share the registers of the launch, a multiple of 8 a thread; one that takes more than are left waits
   // for ever.
   static constexpr bool fit(int of_loading, int of_computing, int of_converting = 0) {
@@ -29,8 +28,6 @@ struct WideWarpsOf {
            (loading + computing) * first_registers;
   }
 };
-using WideWarps = WideWarpsOf<0>;
-static_assert(WideWarps::fit(WideWarps::loading_registers, WideWarps::computing_registers));
 
 // Waits for all threads that `barrier` counts. `phase`: how often they have met before, or its parity. All lanes of a
 // warp arrive, because racecheck follows an arrival for its thread alone; it does not follow named barriers of several

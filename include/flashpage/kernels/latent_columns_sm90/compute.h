@@ -37,7 +37,6 @@ struct ColumnsCompute {
   int thread = threadIdx.x % 128;  // of the warpgroup
   int warp = thread / 32, lane = threadIdx.x % 32;
   int group = threadIdx.x / 128 - Shared::Warps::loading / 4;
-  u32 clearings = 0;  // of blocks, by the readers of a slot
 
   FP_DEVICE ColumnsCompute(Shared& shared, const AttentionParams& params)
       : shared(shared), params(params), exchange(shared) {}
@@ -113,7 +112,6 @@ struct ColumnsCompute {
       issue_keys(state.product, now + 1);
       Fragments probabilities;
       make_probabilities(state, probabilities, block, now, now, true);
-      clear_hidden(state.place, block, now);
       issue_values(state.values, probabilities, now);
       ptx::wgmma_wait<1>();
       take_product(state);
@@ -154,7 +152,6 @@ struct ColumnsCompute {
     if (blocks <= first) release_query(state.place);
   }
   FP_DEVICE void add_values(State& state, Fragments& probabilities, int block, u32 of_use) {
-    clear_hidden(state.place, block, of_use);
     issue_values(state.values, probabilities, of_use);
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(state.values[0]);
@@ -192,7 +189,7 @@ struct ColumnsCompute {
   }
   FP_DEVICE void wait_for_part(u32 of_use, ColumnsPart part) const {
     shared.wait_full(of_use, part);
-    if constexpr (!Shared::by_boxes && !Shared::converts) ptx::fence_before_products();
+    if constexpr (!Shared::converts) ptx::fence_before_products();
     ptx::wgmma_fence();  // after a wait the compiler would insert one, and serialise products
   }
   FP_DEVICE static void issue_panel(Scores& product, const ptx::Matrix& query, const ptx::Matrix& keys, int panel) {
@@ -256,25 +253,6 @@ struct ColumnsCompute {
       for (int e = 0; e < 2; ++e)
         if (!present[n / 4].has(n % 4 * 8 + lane % 4 * 2 + e))
           scores[0][n][e] = scores[0][n][e + 2] = ptx::negative_infinity();
-  }
-
-  // Clears the values of tokens that the unit does not have but boxes have brought: their memory may hold NaN, and 0 *
-  // NaN is NaN. Scores of these tokens are hidden, so a product of keys may read either. A block's readers clear it
-  // together.
-  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 of_use) {
-    if constexpr (!Shared::by_boxes) return;
-    const Unit& unit = place.place.unit;
-    const i32 first = place.first_token + block * tokens;
-    if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
-    constexpr int threads = 32 * Shared::readers, chunks = Tile::value_chunks;
-    u8* tile = shared.slots[Shared::slot(of_use)];
-    for (int i = Shared::takes_turns ? thread : threadIdx.x - first_thread; i < tokens * chunks; i += threads) {
-      const int row = i / chunks, chunk = i % chunks;
-      if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
-      *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
-    }
-    ptx::fence_before_products();
-    meet_at(shared.cleared[Shared::takes_turns ? group : 0], clearings++);
   }
 };
 

@@ -30,26 +30,22 @@ struct LatentColumnsSm90 {
   static constexpr int shared_bytes = sizeof(Shared);
   static_assert(shared_bytes <= cta_shared_bytes(ctas_per_sm), "more than a CTA has on Hopper");
 
-  FP_DEVICE static void run(const AttentionParams& params, const VariantArgs&, const KvMaps& maps) {
+  FP_DEVICE static void run(const AttentionParams& params, const VariantArgs&, const KvMaps&) {
     Shared& shared = ptx::cta_memory<Shared>();
     // The L2 also holds what an earlier launch is about to write, so this prefetch need not wait for that launch.
     if (threadIdx.x == 32) ptx::prefetch_to_l2(&cta_start(params.plan, blockIdx.x / Traits::ctas));
     if (threadIdx.x == 0) {
       shared.init();
-      if constexpr (Shared::by_boxes) {
-        ptx::prefetch_tensor_map(maps.k);
-        if constexpr (Shared::Tile::tail_columns > 0) ptx::prefetch_tensor_map(maps.v);
-      }
     }
     ptx::cluster_barrier();  // the other CTA's barriers are initialised too
     ptx::grid_dependency_wait();
     const bool loads = threadIdx.x < Warps::loading * 32;
     if (Shared::converts && loads && threadIdx.x >= Warps::first_converter * 32) {
       ptx::give_registers_back<Shared::converting_registers>();
-      if constexpr (Shared::converts) ColumnsLoad<Traits>(shared, params, maps).convert_values();
+      if constexpr (Shared::converts) ColumnsLoad<Traits>(shared, params).convert_values();
     } else if (loads) {
       ptx::give_registers_back<Shared::loading_registers>();
-      ColumnsLoad<Traits>(shared, params, maps).run();
+      ColumnsLoad<Traits>(shared, params).run();
       ptx::grid_dependency_launch();
     } else {
       ptx::take_registers<Shared::computing_registers>();

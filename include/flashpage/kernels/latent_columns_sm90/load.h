@@ -25,61 +25,7 @@ struct PartColumns {
   static constexpr int offset = is_tail ? Tile::tail : first_panel * Tile::panel_bytes;  // in a block
 
   FP_DEVICE static const KvView& view(const AttentionParams& params) { return is_tail ? params.v : params.k; }
-  FP_DEVICE static const TensorMap& map(const KvMaps& maps) { return is_tail ? maps.v : maps.k; }
   FP_DEVICE static i32 first_column() { return Tile::template first_column<is_tail>(part); }
-};
-
-// Loads a part by the copy engine. A lane holds the origin of one of 32 boxes.
-template <class Traits, ColumnsPart part>
-struct ColumnsBoxes {
-  using Shared = ColumnsShared<Traits>;
-  using Tile = typename Shared::Tile;
-  using Columns = PartColumns<Traits, part>;
-  static constexpr int tokens = Shared::tokens;
-
-  Shared& shared;
-  const AttentionParams& params;
-  const TensorMap& map;
-  const int box_shift;
-  const WidePlace* place;  // in shared memory, because these warps have few registers
-  BoxOrigin found;
-
-  FP_DEVICE ColumnsBoxes(Shared& shared, const AttentionParams& params, const KvMaps& maps)
-      : shared(shared), params(params), map(Columns::map(maps)), box_shift(31 - __clz(params.box_tokens)) {}
-
-  FP_DEVICE void open(const WidePlace& next) { place = &next; }
-
-  FP_DEVICE void load(int block, u32 use) {
-    constexpr int held = 2;  // boxes whose origins a thread has at a time
-    const int boxes = tokens >> box_shift, first = block * boxes;
-    if (first % 32 == 0) found = box_of_lane(params, *place, first, box_shift);
-    const i32 left = place->place.unit.kv_end - place->first_token - block * tokens;
-    const int present = min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift);
-    const u32 barrier = shared.full_barrier(use, part);
-    for (int begin = 0; begin < boxes; begin += held) {
-      BoxOrigin at[held];
-#pragma unroll
-      for (int i = 0; i < held; ++i) {
-        at[i].page = __shfl_sync(0xffffffff, found.page, first + begin + i);
-        at[i].row = __shfl_sync(0xffffffff, found.row, first + begin + i);
-      }
-      if (begin == 0) shared.wait_empty(use);
-      if (ptx::elect_one()) {
-        if (begin == 0) ptx::mbarrier_arrive_expect(barrier, present * Columns::panels * Columns::stride << box_shift);
-#pragma unroll
-        for (int i = 0; i < Columns::panels; ++i) {
-          const u32 to = shared.block(use) + Columns::offset + i * Tile::panel_bytes;
-          const i32 column = Columns::first_column() + i * Tile::panel_columns;
-#pragma unroll
-          for (int box = 0; box < held; ++box)
-            if (begin + box < present)
-              ptx::tensor_copy(to + ((begin + box) * Columns::stride << box_shift), map, barrier, column, at[box].row,
-                               0, at[box].page, ptx::evict_first());
-        }
-      }
-      __syncwarp();
-    }
-  }
 };
 
 // Loads a part by cp.async, row by row, from pages of any size. A lane looks up the pages of its two tokens of a block
@@ -100,8 +46,7 @@ struct ColumnsRows {
   const WidePlace* place;  // in shared memory, because these warps have few registers
   i32 found[groups];
 
-  FP_DEVICE ColumnsRows(Shared& shared, const AttentionParams& params, const KvMaps&)
-      : shared(shared), params(params) {}
+  FP_DEVICE ColumnsRows(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
   FP_DEVICE void open(const WidePlace& next) {
     place = &next;
@@ -174,18 +119,14 @@ template <class Traits>
 struct ColumnsLoad {
   using Shared = ColumnsShared<Traits>;
   using Tile = typename Shared::Tile;
-  template <ColumnsPart part>
-  using PartLoader =
-      typename select_type<Shared::by_boxes, ColumnsBoxes<Traits, part>, ColumnsRows<Traits, part>>::type;
 
   Shared& shared;
   const AttentionParams& params;
-  const KvMaps& maps;
   WideUnits<Traits, Shared> units;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  FP_DEVICE ColumnsLoad(Shared& shared, const AttentionParams& params, const KvMaps& maps)
-      : shared(shared), params(params), maps(maps), units(shared, params) {}
+  FP_DEVICE ColumnsLoad(Shared& shared, const AttentionParams& params)
+      : shared(shared), params(params), units(shared, params) {}
 
   FP_DEVICE void run() {
     if (warp == Shared::Warps::plan_warp)
@@ -212,7 +153,7 @@ struct ColumnsLoad {
  private:
   template <ColumnsPart part>
   FP_DEVICE void load_part() const {
-    units.load_blocks(PartLoader<part>(shared, params, maps), part == ColumnsPart::first);
+    units.load_blocks(ColumnsRows<Traits, part>(shared, params), part == ColumnsPart::first);
   }
 
   // Loads this CTA's columns of the unit's rows; rows that do not exist become zero.

@@ -23,28 +23,21 @@ struct ColumnsShared {
   static constexpr int row_tiles = unit_rows / group_rows;
   static constexpr int readers = takes_turns ? Warps::group : Warps::computing;  // warps, of a slot
   static constexpr int slots_ahead = Traits::stages, places_ahead = 2;
-  static constexpr bool by_boxes = Traits::loader == Loader::boxes;
   static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
   static constexpr bool converts = converts_latents<Traits>;
   using Present = PresentTokens<Traits::kv_source>;
   // Two warps convert a part, each the rows of half of the tokens.
   static constexpr int sharers = converts ? 2 : 1;
-  // Arrivals at a part's barrier, in addition to bytes: one of the warp that loads boxes, or those of the lanes that
-  // convert or whose copies arrive; row by row the first part's warp arrives once more after it has written `present`.
-  static constexpr int copied = by_boxes ? 1 : 32 * sharers;
-  static constexpr int noted = by_boxes || converts || !is_selected ? 0 : 1;
-  // Registers of a thread. Warps that load row by row need more of them. Warpgroups that take turns have no scores in
+  // Arrivals at a part's barrier: of the lanes that convert or whose copies arrive. The first part's warp arrives once
+  // more after it has written `present`.
+  static constexpr int copied = 32 * sharers;
+  static constexpr int noted = converts || !is_selected ? 0 : 1;
+  // Registers of a thread. Warpgroups that take turns have no scores in
   // flight, and leave more; so do loading warps that have no tail to convert.
   static constexpr bool has_tail = Tile::tail_columns > 0;
-  static constexpr int loading_registers = converts      ? (has_tail ? 48 : 40)
-                                           : by_boxes    ? Warps::loading_registers
-                                           : takes_turns ? 72
-                                                         : 56;
+  static constexpr int loading_registers = converts ? (has_tail ? 48 : 40) : takes_turns ? 72 : 56;
   static constexpr int converting_registers = !takes_turns ? 48 : has_tail ? 64 : 56;
-  static constexpr int computing_registers = converts      ? (takes_turns && has_tail ? 200 : 208)
-                                             : by_boxes    ? Warps::computing_registers
-                                             : takes_turns ? 216
-                                                           : 224;
+  static constexpr int computing_registers = converts ? (takes_turns && has_tail ? 200 : 208) : takes_turns ? 216 : 224;
   // Whether the last panel of value columns has 16 bits (DeepSeek V4).
   static constexpr bool has_rest_panel = Traits::latent_format == LatentFormat::deepseek_v4;
   static constexpr int pieces_ahead = converts ? 8 : 1;  // of 16 bytes, of each lane of a converting warp: a block
@@ -67,8 +60,7 @@ struct ColumnsShared {
   u64 empty[slots_ahead];
   u64 scores_full[Warps::computing], scores_read[Warps::computing];  // of each warp's part of `received`
   // Barriers of computing warps, at which all lanes arrive.
-  u64 met[takes_turns ? Warps::group : 1];       // the two warps with the same rows
-  u64 cleared[takes_turns ? Warps::groups : 1];  // the readers of a slot
+  u64 met[takes_turns ? Warps::group : 1];  // the two warps with the same rows
   SlotRing<places_ahead> place_ring;
   SlotRing<1> query_ring;
 
@@ -81,7 +73,6 @@ struct ColumnsShared {
     for (u64& barrier : scores_full) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
     for (u64& barrier : scores_read) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
     for (u64& barrier : met) ptx::mbarrier_init(ptx::shared_address(&barrier), 32 * 2);
-    for (u64& barrier : cleared) ptx::mbarrier_init(ptx::shared_address(&barrier), 32 * readers);
     place_ring.init(1, 32 * (Warps::computing + Tile::loaded_parts * sharers));
     query_ring.init(32, Warps::computing);
     ptx::mbarrier_init_fence();

@@ -1,15 +1,18 @@
-// Attention of more than 64 packed rows over latent rows (MLA) on Hopper, by pairs of CTAs that load tokens for each
-// other: its time is the time of the tensor cores' products.
+// Attention of many packed rows over latent rows (MLA) on Hopper: its time is the time of the tensor cores' products.
 //
-// A CTA has 64 packed rows, whose values take half of an SM's registers: each of two computing warpgroups has half of
-// the value columns. Blocks of 64 tokens come in pairs. One warpgroup computes the probabilities of the first block,
-// the other one those of the second, and each multiplies both blocks' probabilities with its half of the values. So one
-// warpgroup's exponentials run while the other's products do. The four loading warps refill a part of a block's columns
-// as soon as its last product has read it. CTAs are pairs with 128 packed rows, and each loads half of the tokens for
-// both. Two pairs may share a unit of 256 rows: they read its tokens at the same time, and mostly from the L2.
+// A CTA computes the scores and probabilities of 64 packed rows in one warpgroup. Two others sum values, which take
+// half of an SM's registers. Products alternate: those of a block's values begin when the next block's scores are
+// almost complete, and while they run, that block's probabilities are computed. So the tensor cores never wait for
+// exponentials.
+//
+// More than 64 rows are a pair of CTAs, which pass their probabilities to each other: each sums half of the value
+// columns for the rows of both. So it needs half of a block's columns for scores alone, and has memory for three blocks
+// of the other half, whose loads have the time of a whole block. Two pairs may share a unit of 256 rows: they read its
+// tokens at the same time, and mostly from the L2.
 #pragma once
-#include "flashpage/kernels/latent_wide_sm90/compute.h"
 #include "flashpage/kernels/latent_wide_sm90/load.h"
+#include "flashpage/kernels/latent_wide_sm90/scores.h"
+#include "flashpage/kernels/latent_wide_sm90/values.h"
 #include "flashpage/ptx/cta_memory.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"
@@ -20,8 +23,8 @@ namespace flashpage {
 template <class Traits>
 struct LatentWideSm90 {
   using Shared = WideShared<Traits>;
-  using Warps = WideWarps;
-  static constexpr int threads = Warps::threads;
+  using Roles = WideRoles;
+  static constexpr int threads = Roles::threads;
   static constexpr int ctas_per_sm = 1, cluster_rows = 0;
   static constexpr int shared_bytes = sizeof(Shared);
   static_assert(shared_bytes <= cta_shared_bytes(ctas_per_sm), "more than a CTA has on Hopper");
@@ -36,17 +39,30 @@ struct LatentWideSm90 {
       if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
       if constexpr (Shared::tail_panels > 0) ptx::prefetch_tensor_map(maps.v);
     }
-    ptx::cluster_barrier();  // the other CTA's barriers are initialised too
+    synchronise();  // the other CTA's barriers are initialised too
     ptx::grid_dependency_wait();
-    if (threadIdx.x < Warps::loading * 32) {
-      ptx::give_registers_back<Warps::loading_registers>();
+    const int warp = threadIdx.x / 32;
+    if (warp < Roles::first_scoring) {
+      ptx::change_registers<Roles::first_registers, Roles::loading_registers>();
       WideLoad<Traits>(shared, params, maps).run();
       ptx::grid_dependency_launch();
+    } else if (warp < Roles::first_of_values) {
+      ptx::change_registers<Roles::first_registers, Roles::scoring_registers>();
+      WideScores<Traits>(shared, params).run();
     } else {
-      ptx::take_registers<Warps::computing_registers>();
-      WideCompute<Traits>(shared, params).run();
+      ptx::change_registers<Roles::first_registers, Roles::value_registers>();
+      WideValues<Traits>(shared, params).run();
     }
-    ptx::cluster_barrier();  // the other CTA may still arrive at barriers here
+    if constexpr (Shared::is_pair) ptx::cluster_barrier();  // the other CTA may still pass messages here
+  }
+
+ private:
+  FP_DEVICE static void synchronise() {
+    if constexpr (Shared::is_pair) {
+      ptx::cluster_barrier();
+    } else {
+      __syncthreads();
+    }
   }
 };
 

@@ -12,56 +12,65 @@
 
 namespace flashpage {
 
-// Loads a part by the copy engine. A lane holds the origin of one of 32 boxes. Each CTA loads half of a block's
-// boxes, for both.
+// Loads a part by the copy engine. A lane holds the origin of one of 32 boxes.
 template <class Traits, WidePart part>
 struct WideBoxes {
   using Shared = WideShared<Traits>;
   using Tile = typename Shared::Tile;
-  static constexpr int tokens = Shared::tokens, first_panel = Shared::first_panel(part);
+  static constexpr int tokens = Shared::tokens;
 
   Shared& shared;
-  const AttentionParams& params;
   const TensorMap& map;
+  const AttentionParams& params;
   const int box_shift;
   const WidePlace* place;  // in shared memory, because these warps have few registers
   BoxOrigin found;
 
   FP_DEVICE WideBoxes(Shared& shared, const AttentionParams& params, const KvMaps& maps)
       : shared(shared),
-        params(params),
         map(part == WidePart::tail ? maps.v : maps.k),
+        params(params),
         box_shift(31 - __clz(params.box_tokens)) {}
 
   FP_DEVICE void open(const WidePlace& next) { place = &next; }
 
   FP_DEVICE void load(int block, u32 use) {
-    const int boxes = tokens >> box_shift, own = boxes / Shared::pair, first = block * boxes;
+    const int boxes = tokens >> box_shift, first = block * boxes;
     if (first % 32 == 0) found = box_of_lane(params, *place, first, box_shift);
-    const int own_begin = static_cast<int>(ptx::cluster_rank()) * own;
     const i32 left = place->place.unit.kv_end - place->first_token - block * tokens;
     const int present = min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift);
-    for (int box = own_begin; box < own_begin + own; ++box) {
-      const i32 page = __shfl_sync(0xffffffff, found.page, first + box);
-      const i32 row = __shfl_sync(0xffffffff, found.row, first + box);
-      if (box == own_begin) shared.wait_empty(use, part);
-      if (ptx::elect_one()) {
+    if constexpr (part == WidePart::tail) {
+      const u32 slot = Shared::tail_slot(use);
+      const WideQuarter tail{shared.tails[slot], &shared.tail_full[slot], &shared.tail_empty[slot],
+                             Shared::tail_phase(use), 0};
+      load_panels<Shared::tail_panels>(tail, first, present);
+    } else {
 #pragma unroll
-        for (int i = 0; i < Shared::panels_of(part); ++i) {
-          const int panel = first_panel + i;
-          const u32 to = shared.block(use) + panel * Tile::panel_bytes + (box * 128 << box_shift);
-          const u32 barrier = shared.full_barrier(use, panel);
-          if (box == own_begin) ptx::mbarrier_arrive_expect(barrier, present * 128 << box_shift);
-          if (box < present) ptx::tensor_copy_to_pair(to, map, barrier, column_of(i), row, 0, page);
-        }
-      }
-      __syncwarp();
+      for (int i = 0; i < 2; ++i)
+        load_panels<Shared::quarter_panels>(shared.template quarter_of<part>(i, use), first, present);
     }
   }
 
  private:
-  FP_DEVICE static i32 column_of(int panel_of_part) {
-    return ((part == WidePart::tail ? 0 : first_panel) + panel_of_part) * Tile::panel_columns;
+  // Loads `present` boxes from `first_box` on.
+  template <int panels>
+  FP_DEVICE void load_panels(const WideQuarter& at, int first_box, int present) const {
+    const u32 to = ptx::shared_address(at.memory), barrier = ptx::shared_address(at.full);
+    ptx::mbarrier_wait(ptx::shared_address(at.empty), at.phase ^ 1);
+    if (ptx::elect_one()) ptx::mbarrier_arrive_expect(barrier, present * panels * 128 << box_shift);
+    for (int box = 0; box < present; ++box) {
+      const i32 page = __shfl_sync(0xffffffff, found.page, first_box + box);
+      const i32 row = __shfl_sync(0xffffffff, found.row, first_box + box);
+      if (ptx::elect_one()) {
+#pragma unroll
+        for (int panel = 0; panel < panels; ++panel) {
+          const u32 here = to + panel * Tile::panel_bytes + (box * 128 << box_shift);
+          const int column = (at.first_panel + panel) * Tile::panel_columns;
+          ptx::tensor_copy(here, map, barrier, column, row, 0, page);
+        }
+      }
+      __syncwarp();
+    }
   }
 };
 
@@ -80,18 +89,18 @@ struct WideLoad {
       : shared(shared), params(params), maps(maps), units(shared, params) {}
 
   FP_DEVICE void run() const {
-    if (warp == 0) load_part<WidePart::left>();
-    if (warp == 1) load_part<WidePart::right>();
+    if (warp == 0) load_part<WidePart::first>();
+    if (warp == 1) load_part<WidePart::second>();
     if constexpr (Shared::tail_panels > 0) {
       if (warp == 2) load_part<WidePart::tail>();
     }
-    if (warp == WideWarps::plan_warp) units.plan([&](const Place& place, u32 use) { load_query(place, use); });
+    if (warp == WideRoles::plan_warp) units.plan([&](const Place& place, u32 use) { load_query(place, use); });
   }
 
  private:
   template <WidePart part>
   FP_DEVICE void load_part() const {
-    units.load_blocks(WideBoxes<Traits, part>(shared, params, maps), part == WidePart::left);
+    units.load_blocks(WideBoxes<Traits, part>(shared, params, maps), part == WidePart::first);
   }
 
   // The first row of a unit that belongs to this CTA.

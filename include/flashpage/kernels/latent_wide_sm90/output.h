@@ -14,42 +14,30 @@ struct WideOutput {
   static constexpr int columns = Traits::head_dim_vo / 2, tiles = columns / 8;  // of a warpgroup
   using Values = float[1][tiles][4];
 
-  Shared& shared;
   const AttentionParams& params;
   const Place& place;
-  int group;       // warpgroup
-  int row_in_cta;  // the lane's first row; the second one is eight rows after it
-  int first_row;   // of the CTA, in the unit
+  int column_half;
+  int first_row;  // the lane's, in the unit; the second one is eight rows after it
   int lane;
 
-  // `meet(phase)`: a barrier of the two warps that have the same rows, which they use for nothing else.
-  FP_DEVICE void write(const SoftmaxState<1>& state, const Values& values, auto&& meet) const {
+  // `sums`: of the lane's two rows.
+  FP_DEVICE void write(const Values& values, const float2& sums) const {
     const WorkItem& item = place.item;
     const Unit& unit = place.unit;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(state.sum[0][half]);
-      if (lane % 4 == 0) shared.sums[group][row_in_cta + half * 8] = sum;
-    }
-    meet(0);
     const float value_scale = value_scale_of(params, item, unit.kv_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row + row_in_cta + half * 8;
-      const float total = shared.sums[0][row_in_cta + half * 8] + shared.sums[1][row_in_cta + half * 8];
+      const int row = first_row + half * 8;
+      const float total = half == 0 ? sums.x : sums.y;
       const float factor = total == 0.f ? 0.f : value_scale * ptx::reciprocal_approx(total);
       const bool exists = row < unit.num_rows;
-      if (exists && group == 0 && lane % 4 == 0) {
-        if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(state.maximum[0][half], total);
-      }
-      const i64 offset = out_offset<Traits>(params, item, unit, row) + group * columns;
+      const i64 offset = out_offset<Traits>(params, item, unit, row) + column_half * columns;
       if (writes_fp32<Traits>(item)) {
         store_fp32_tiles<0, tiles>(values[0], half, lane, factor, fp32_rows<Traits>(params, item) + offset, exists);
       } else if constexpr (!is_same<typename Traits::Out, float>) {
         write_row(values, half, factor, static_cast<typename Traits::Out*>(params.out) + offset, exists);
       }
     }
-    meet(1);  // the sums are free again
   }
 
  private:

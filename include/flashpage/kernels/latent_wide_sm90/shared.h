@@ -7,81 +7,127 @@
 
 namespace flashpage {
 
-// The columns of a block of latent rows that are loaded, read for the last time and released together.
-enum class WidePart { tail, left, right };
+// The columns of a block of latent rows that one warp loads: those that are no values, and two parts of the values. In
+// a pair of CTAs these are the half that this CTA keeps until it has multiplied it, and the half that it needs for
+// scores alone; else every other quarter.
+enum class WidePart { first, second, tail };
+
+// The roles of the warps: a loading warpgroup, one for scores, and two for values.
+struct WideRoles {
+  static constexpr int loading = 4, group = 4;  // warps
+  static constexpr int first_scoring = loading, first_of_values = first_scoring + group;
+  static constexpr int computing = 3 * group, threads = 32 * (loading + computing);
+  static constexpr int plan_warp = 3;
+  static constexpr int first_registers = 65536 / threads;  // of a thread, when the launch begins
+  static constexpr int loading_registers = 40, scoring_registers = 120, value_registers = 176;
+  // A warpgroup that takes more registers than are left waits for ever.
+  static_assert(loading_registers + scoring_registers + 2 * value_registers <= 4 * first_registers);
+};
+
+// A quarter of a block's value columns: where it is in shared memory, and its barriers.
+struct WideQuarter {
+  u8* memory;
+  u64 *full, *empty;
+  u32 phase;  // of the barriers
+  int first_panel;
+};
 
 template <class Traits>
 struct WideShared {
   using Cache = typename Traits::Cache;
   static constexpr int tokens = 64;  // of a block
   static constexpr int rows = 64;    // packed rows of this CTA
-  static constexpr int pair = 2;     // CTAs of a cluster, which load tokens for each other
   static constexpr int unit_rows = rows * Traits::ctas;
-  static constexpr int slots_ahead = 2, places_ahead = 2, parts = 3;
+  static constexpr bool is_pair = Traits::ctas > 1;  // two CTAs share the values of both
+  static constexpr int places_ahead = 2;
   using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;  // a block, or Q
   static constexpr int value_panels = Traits::head_dim_vo / Tile::panel_columns, half_panels = value_panels / 2;
   static constexpr int tail_panels = Tile::panels - value_panels;
   static constexpr int loading_parts = tail_panels > 0 ? 3 : 2;
   static_assert(Traits::tile_kv == tokens && Traits::tile_q == rows && Traits::head_dim_qk % 64 == 0);
-  static_assert(value_panels % 2 == 0 && tail_panels <= 1 && Traits::ctas % pair == 0 &&
-                Traits::loader == Loader::boxes);
+  static_assert(value_panels % 4 == 0 && tail_panels <= 1 && (Traits::ctas == 1 || Traits::ctas % 2 == 0));
 
-  FP_HOST_DEVICE static constexpr int first_panel(WidePart part) {
-    return part == WidePart::tail ? value_panels : part == WidePart::left ? 0 : half_panels;
-  }
-  FP_HOST_DEVICE static constexpr int panels_of(WidePart part) {
-    return part == WidePart::tail ? tail_panels : half_panels;
-  }
+  static constexpr int quarter_panels = value_panels / 4, quarter_bytes = quarter_panels * Tile::panel_bytes;
+  // Quarters whose values this CTA multiplies, and those that it needs for scores alone.
+  static constexpr int kept = is_pair ? 2 : 4, passing = 4 - kept;
+  static constexpr int kept_blocks = is_pair ? 3 : 2, tail_slots = is_pair ? 1 : 2;
+  static constexpr int readers = is_pair ? 2 : 1;     // warpgroups of values that read a kept quarter
+  static constexpr int messengers = is_pair ? 2 : 1;  // CTAs whose probabilities arrive here
+  // What a warp passes on in one message.
+  static constexpr int probability_bytes = 16 * tokens * 2, factor_bytes = 16 * 4;
 
   alignas(1024) u8 query[Tile::tile_bytes];
-  alignas(1024) u8 slots[slots_ahead][Tile::tile_bytes];
-  // What the two threads with the same rows pass to each other, one in each warpgroup: probabilities and maxima.
-  alignas(128) uint4 probabilities[4][32 * WideWarps::group];
-  float2 maxima[32 * WideWarps::group];
-  float sums[2][rows];  // of the warpgroups
+  alignas(1024) u8 kept_values[kept_blocks][kept][quarter_bytes];
+  alignas(1024) u8 passing_values[max_of(passing, 1)][passing > 0 ? quarter_bytes : 16];
+  alignas(1024) u8 tails[tail_slots][tail_panels > 0 ? Tile::panel_bytes : 16];
+  // Messages of the scoring warps of this CTA, and of the other one: a block's probabilities, and the factors of
+  // earlier values; at a unit's end its sums. A lane's two rows have a float2 of factors or sums.
+  alignas(128) uint4 probabilities[messengers][tokens / 16][32 * WideRoles::group];
+  float2 factors[messengers][8 * WideRoles::group];
   WidePlace places[places_ahead];
   PlaceCursor cursor;
-  u64 full[slots_ahead][Tile::panels];
-  u64 empty[slots_ahead][parts];
-  // Barriers of computing warps, at which all lanes arrive.
-  u64 handed_over[2][WideWarps::group];  // by each warp of a warpgroup, to the other one's warp with the same rows
-  u64 met[WideWarps::group];             // the two warps with the same rows
-  u64 cleared[2];                        // the warps of a warpgroup
+  u64 kept_full[kept_blocks][kept], kept_empty[kept_blocks][kept];
+  u64 passing_full[max_of(passing, 1)], passing_empty[max_of(passing, 1)];
+  u64 tail_full[tail_slots], tail_empty[tail_slots];
+  // Of warps with the same rows: messages of this CTA, and of the other one; and both readers of this CTA's.
+  u64 handed_over[WideRoles::group], received[WideRoles::group], taken[WideRoles::group];
+  u64 scored[kept_blocks][WideRoles::group];  // a block's products of scores, but for the last few
+  u64 cleared[2];                             // a warpgroup of values
   SlotRing<places_ahead> place_ring;
   SlotRing<1> query_ring;
 
   // Called by one thread.
   FP_DEVICE void init() {
-    for (auto& slot : full)
-      for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
-    for (auto& slot : empty)
-      for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), WideWarps::group * pair);
-    for (auto& warpgroup : handed_over)
-      for (u64& barrier : warpgroup) ptx::mbarrier_init(ptx::shared_address(&barrier), 32);
-    for (u64& barrier : met) ptx::mbarrier_init(ptx::shared_address(&barrier), 32 * 2);
-    for (u64& barrier : cleared) ptx::mbarrier_init(ptx::shared_address(&barrier), 32 * WideWarps::group);
-    place_ring.init(1, 32 * (WideWarps::computing + loading_parts));
-    query_ring.init(32, WideWarps::computing);
+    const auto all = [](auto& barriers, u32 arrivals) {
+      for (u64& barrier : barriers) ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+    };
+    for (auto& block : kept_full) all(block, 1);
+    for (auto& block : kept_empty) all(block, readers * WideRoles::group);
+    all(passing_full, 1);
+    all(passing_empty, WideRoles::group);
+    all(tail_full, 1);
+    all(tail_empty, WideRoles::group);
+    all(handed_over, 32);
+    all(received, 1);
+    all(taken, is_pair ? 32 + 1 : 2 * 32);
+    for (auto& block : scored) all(block, 32);
+    all(cleared, 32 * WideRoles::group);
+    place_ring.init(1, 32 * (WideRoles::computing + loading_parts));
+    query_ring.init(32, WideRoles::group);
     ptx::mbarrier_init_fence();
   }
 
   // `use` counts the blocks of all units.
-  FP_DEVICE static u32 slot(u32 use) { return use % slots_ahead; }
-  FP_DEVICE u32 block(u32 use) const { return ptx::shared_address(slots[slot(use)]); }
-  FP_DEVICE u32 full_barrier(u32 use, int panel) const { return ptx::shared_address(&full[slot(use)][panel]); }
-  FP_DEVICE void wait_full(u32 use, int panel) const {
-    ptx::mbarrier_wait(full_barrier(use, panel), use / slots_ahead & 1);
+  FP_DEVICE static u32 slot(u32 use) { return use % kept_blocks; }
+  FP_DEVICE static u32 kept_phase(u32 use) { return use / kept_blocks & 1; }
+  FP_DEVICE static u32 tail_slot(u32 use) { return use % tail_slots; }
+  FP_DEVICE static u32 tail_phase(u32 use) { return use / tail_slots & 1; }
+  // The messages of all units before this block's: one a block, and one a unit.
+  FP_DEVICE static u32 message(const WidePlace& place, int block) { return place.use(block) + place.units; }
+
+  // Called by each warp that has read columns.
+  FP_DEVICE static void release(const u64& empty, int lane) {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
   }
-  FP_DEVICE u32 empty_barrier(u32 use, WidePart part) const {
-    return ptx::shared_address(&empty[slot(use)][static_cast<int>(part)]);
+
+  // The kept quarters are in the order in which products of values end.
+  FP_DEVICE WideQuarter kept_quarter(int i, u32 use) {
+    const u32 at = slot(use);
+    const int panel = is_pair ? static_cast<int>(ptx::cluster_rank()) * half_panels + i * quarter_panels
+                              : i % 2 * half_panels + i / 2 * quarter_panels;
+    return {kept_values[at][i], &kept_full[at][i], &kept_empty[at][i], kept_phase(use), panel};
   }
-  FP_DEVICE void wait_empty(u32 use, WidePart part) const {
-    ptx::mbarrier_wait(empty_barrier(use, part), (use / slots_ahead & 1) ^ 1);
+  FP_DEVICE WideQuarter passing_quarter(int i, u32 use) {
+    const int half = static_cast<int>(ptx::cluster_rank()) ^ 1;
+    return {passing_values[i], &passing_full[i], &passing_empty[i], use & 1, half * half_panels + i * quarter_panels};
   }
-  // Called by each warp that has read the part: releases it to the loading warps of both CTAs, which load blocks
-  // together.
-  FP_DEVICE void release(u32 use, WidePart part, int lane) const {
-    if (lane < pair) ptx::mbarrier_arrive_at(empty_barrier(use, part), lane);
+  // The quarters of a part: two.
+  template <WidePart part>
+  FP_DEVICE WideQuarter quarter_of(int i, u32 use) {
+    static_assert(part != WidePart::tail);
+    if constexpr (!is_pair) return kept_quarter(2 * i + (part == WidePart::second), use);
+    if constexpr (part == WidePart::second) return passing_quarter(i, use);
+    return kept_quarter(i, use);
   }
 };
 

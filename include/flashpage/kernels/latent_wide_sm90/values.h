@@ -1,0 +1,146 @@
+// The two warpgroups of latent_wide_sm90 that sum values. In a pair both have this CTA's half of the columns: one for
+// its own rows, one for those of the other CTA. Else each has half of the columns.
+#pragma once
+#include "flashpage/kernels/latent_wide_sm90/output.h"
+#include "flashpage/kernels/wide_scores.h"
+#include "flashpage/ptx/cluster.h"
+#include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/wgmma.h"
+#include "flashpage/tile/trace.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct WideValues {
+  using Shared = WideShared<Traits>;
+  using Tile = typename Shared::Tile;
+  using Output = WideOutput<Traits>;
+  using Values = typename Output::Values;
+  static constexpr int tokens = Shared::tokens, steps = tokens / 16;
+  static constexpr int first_thread = 32 * WideRoles::first_of_values;
+  static constexpr int columns = Traits::ValueProduct::columns, product_tiles = columns / 8;  // of a quarter
+  static_assert(columns == Shared::quarter_panels * Tile::panel_columns);
+  using Fragments = u32[steps][4];
+
+  Shared& shared;
+  const AttentionParams& params;
+  u32 clearings = 0;
+
+  FP_DEVICE WideValues(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
+
+  FP_DEVICE void run() {
+    for (u32 unit_use = 0;; ++unit_use) {
+      shared.place_ring.wait_full(unit_use);
+      const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
+      if (place.place.done) return;
+      Values values = {};
+      for (int block = 0; block < place.blocks; ++block) add_block(place, values, block);
+      if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::last_tile);
+      const float2 sums = take_sums(Shared::message(place, place.blocks));
+      const int rank = static_cast<int>(ptx::rank_among<Traits::ctas>()), half = Shared::is_pair ? rank % 2 : group();
+      const int first_row = (rank ^ whose()) * Shared::rows + warp() * 16 + lane() / 4;
+      Output{params, place.place, half, first_row, lane()}.write(values, sums);
+      if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::written);
+      shared.place_ring.release(unit_use);
+    }
+  }
+
+ private:
+  // Few registers are left for what the thread's number says.
+  FP_DEVICE static int thread() { return threadIdx.x % 128; }  // of the warpgroup
+  FP_DEVICE static int warp() { return threadIdx.x / 32 % 4; }
+  FP_DEVICE static int lane() { return threadIdx.x % 32; }
+  FP_DEVICE static int group() { return static_cast<int>(threadIdx.x) / 128 - WideRoles::first_of_values / 4; }
+  // Whose rows: this CTA's (0), or the other one's (1).
+  FP_DEVICE static int whose() { return Shared::is_pair ? group() : 0; }
+  // The first or second of the warpgroup's quarters among those that are kept.
+  FP_DEVICE static int quarter(int i) { return Shared::is_pair ? i : 2 * i + group(); }
+
+  FP_DEVICE void add_block(const WidePlace& place, Values& values, int block) {
+    const u32 use = place.use(block), slot = Shared::slot(use);
+    Fragments probabilities;
+    take_over(values, probabilities, Shared::message(place, block));
+    clear_hidden(place, block, slot);
+    if (block + 1 < place.blocks) wait_for_scores(use + 1);
+    ptx::wgmma_fence();
+    issue_quarter<0>(values, probabilities, slot);
+    issue_quarter<1>(values, probabilities, slot);
+    ptx::wgmma_wait<1>();
+    Shared::release(shared.kept_empty[slot][quarter(0)], lane());
+    ptx::wgmma_wait<0>();
+    Shared::release(shared.kept_empty[slot][quarter(1)], lane());
+    ptx::wgmma_settle(values[0]);
+    ptx::wgmma_settle(probabilities);
+  }
+  // The next block's products of scores come first.
+  FP_DEVICE void wait_for_scores(u32 use) const {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.scored[Shared::slot(use)][warp()]), Shared::kept_phase(use));
+  }
+  // Issues values += P V for a quarter of V's columns.
+  template <int i>
+  FP_DEVICE void issue_quarter(Values& values, const Fragments& probabilities, u32 slot) const {
+    const ptx::Matrix tile(ptx::shared_address(shared.kept_values[slot][quarter(i)]), Tile::panel_bytes);
+#pragma unroll
+    for (int step = 0; step < steps; ++step)
+      Traits::ValueProduct::multiply(reinterpret_cast<float (&)[product_tiles][4]>(values[0][i * product_tiles]),
+                                     probabilities[step], tile.at(step * 16 * 128), true);
+    ptx::wgmma_commit();
+  }
+  // Takes a block's probabilities, and multiplies earlier values as its maxima moved. No product is in flight.
+  FP_DEVICE void take_over(Values& values, Fragments& probabilities, u32 message) const {
+    wait_for(message, Shared::probability_bytes + Shared::factor_bytes);
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      const uint4 words = shared.probabilities[whose()][step][thread()];
+      probabilities[step][0] = words.x;
+      probabilities[step][1] = words.y;
+      probabilities[step][2] = words.z;
+      probabilities[step][3] = words.w;
+    }
+    const float2 factors = shared.factors[whose()][warp() * 8 + lane() / 4];
+    mark_as_taken();
+    const float factor[1][2] = {{factors.x, factors.y}};
+    WideSoftmax::rescale(values, factor);
+  }
+  FP_DEVICE float2 take_sums(u32 message) const {
+    wait_for(message, Shared::factor_bytes);
+    const float2 sums = shared.factors[whose()][warp() * 8 + lane() / 4];
+    mark_as_taken();
+    return sums;
+  }
+  // `bytes`: of a message from the other CTA.
+  FP_DEVICE void wait_for(u32 message, int bytes) const {
+    if (whose() == 0) return ptx::mbarrier_wait(ptx::shared_address(&shared.handed_over[warp()]), message & 1);
+    const u32 barrier = ptx::shared_address(&shared.received[warp()]);
+    if (lane() == 0) ptx::mbarrier_arrive_expect(barrier, bytes);
+    ptx::mbarrier_wait_for_peers(barrier, message & 1);
+  }
+  FP_DEVICE void mark_as_taken() const {
+    const u32 barrier = ptx::shared_address(&shared.taken[warp()]);
+    if (whose() == 0) return ptx::mbarrier_arrive(barrier);
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive_at(barrier, ptx::cluster_rank() ^ 1);
+  }
+
+  // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. The block's
+  // scores are complete.
+  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 slot) {
+    const Unit& unit = place.place.unit;
+    const i32 first = place.first_token + block * tokens;
+    if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
+    constexpr int chunks = Shared::quarter_panels * 8;
+    for (int i = 0; i < 2; ++i) {
+      // In a pair both warpgroups clear both quarters: neither waits for the other one.
+      u8* tile = shared.kept_values[slot][quarter(i)];
+      for (int at = thread(); at < tokens * chunks; at += 128) {
+        const int row = at / chunks, chunk = at % chunks;
+        if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
+        *reinterpret_cast<uint4*>(tile + Tile::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
+      }
+    }
+    ptx::fence_before_products();
+    meet_at(shared.cleared[group()], clearings++);
+  }
+};
+
+}  // namespace flashpage
