@@ -1,4 +1,4 @@
-"""Attention of many packed rows over latent rows (MLA) on Hopper, which boxes bring: 64 in a CTA, or 128 in a pair."""
+"""Attention of many packed rows over latent rows (MLA) that boxes bring, on Hopper: 64 in a CTA, or 128 in a pair."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PRODUCTS = ("KeyProduct", "HeldKeyProduct", "ValueProduct")
 LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 _LARGEST_CLUSTER = 16  # CTAs of latent_decode_sm90 that share a unit
 _TOKENS = 64  # of a block
-_STAGES = 2  # blocks in shared memory
+_STAGES = 2  # blocks in shared memory; the header has its own numbers
 _REACHED = 0.68  # the fraction of the card's 16-bit throughput that products reach
 _MOST_TILES = 8  # of a request, computed side by side; more were not tried
 SIDE_BY_SIDE_NOTE = "tile: two pairs of CTAs compute a request's row tiles side by side, so that the L2 serves one"
@@ -47,7 +47,8 @@ def _side_by_side(tile: Tile) -> Tile:
 
 
 def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
-    """A short request by itself; and requests with an even number of row tiles: an odd one would leave a pair idle."""
+    """Short requests of at most a pair's rows in all; and requests with an even number of row tiles: an odd one would
+    leave a pair idle."""
     if options.kv_source != "latent" or options.kv_dtype is not options.q_dtype:
         return []
     rows = [
@@ -93,7 +94,7 @@ def many_rows(work: Work) -> str | None:
 
 def _not_tiny(work: Work) -> str | None:
     is_tiny = work.problem.contexts is ContextClass.TINY
-    return "the batch is one short request, which ends earlier in units of few rows" if is_tiny else None
+    return "the batch has few rows and is short, so that it ends earlier in units of few rows" if is_tiny else None
 
 
 def _boxes(work: Work) -> str | None:

@@ -5,6 +5,7 @@
 #include HEADER
 
 #include "flashpage/ptx/named_barrier.h"
+#include "flashpage/ptx/tensor_copy.h"
 #include "hopper.h"
 
 using namespace flashpage;

@@ -1,4 +1,4 @@
-// The roles of the warps of latent_wide_sm90 and latent_columns_sm90, and how units reach them.
+// How units reach the warps of latent_wide_sm90 and latent_columns_sm90.
 #pragma once
 #include "flashpage/ptx/mbarrier.h"
 #include "flashpage/ptx/shared.h"
@@ -9,25 +9,6 @@
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {
-
-// `converters`: warps of a second loading warpgroup, which converts rows in fp8.
-template <int converters_>
-struct WideWarpsOf {
-  static constexpr int first_converter = 4, converters = converters_;
-  static constexpr int loading = first_converter + converters;  // warpgroups, because setmaxnreg works on warpgroups
-  static constexpr int group = 4;                               // warps of a computing warpgroup
-  static constexpr int groups = 2;                              // computing warpgroups
-  static constexpr int computing = group * groups;
-  static constexpr int threads = 32 * (loading + computing);
-  static constexpr int plan_warp = 3;  // goes through the plan and loads Q; each other loading warp has a part
-  static constexpr int first_registers = 65536 / threads / 8 * 8;  // of a thread, when the launch begins
-  // Warpgroups share the registers of the launch, a multiple of 8 a thread; one that takes more than are left waits
-  // for ever.
-  static constexpr bool fit(int of_loading, int of_computing, int of_converting = 0) {
-    return first_converter * of_loading + converters * of_converting + computing * of_computing <=
-           (loading + computing) * first_registers;
-  }
-};
 
 // Waits for all threads that `barrier` counts. `phase`: how often they have met before, or its parity. All lanes of a
 // warp arrive, because racecheck follows an arrival for its thread alone; it does not follow named barriers of several
@@ -55,7 +36,7 @@ struct WidePlace {
   FP_DEVICE u32 use_of_parity(int block) const { return blocks_before[block & 1] + (block >> 1); }
 };
 
-// The units of a pair of CTAs, as its loading warps see them. Shared has the places, their ring and the cursor.
+// The units of a CTA, or of a pair, as the loading warps see them. Shared has the places, their ring and the cursor.
 template <class Traits, class Shared>
 struct WideUnits {
   Shared& shared;
@@ -119,14 +100,5 @@ struct WideUnits {
     ptx::mbarrier_arrive(shared.place_ring.full_barrier(use));
   }
 };
-
-// The origin of the lane's box among 32 boxes from `first` on.
-FP_DEVICE BoxOrigin box_of_lane(const AttentionParams& params, const WidePlace& place, int first, int box_shift) {
-  const i32 token = place.first_token + ((first + static_cast<int>(threadIdx.x % 32)) << box_shift);
-  u32 page, row;
-  params.page.divmod(token, page, row);
-  const bool exists = token < place.place.unit.kv_end;
-  return {exists ? __ldg(params.kv_indices + place.place.item.kv_offset + page) : 0, static_cast<i32>(row)};
-}
 
 }  // namespace flashpage

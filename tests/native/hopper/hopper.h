@@ -126,5 +126,17 @@ inline void land_some() {
   land();
   card::idle_switches = 0;
 }
+// Where warps sleep at random, some boxes are late, as those of a card may be: so many other copies land before them.
+inline int lateness() {
+  const bool may_be_late = std::getenv("FLASHPAGE_HOST_SEED") != nullptr;
+  return may_be_late && random_number() % 32 == 0 ? 2000 : 0;
+}
+// Lands a copy after it has been drawn so many times.
+inline void land_later(int draws, std::function<void()> copy) {
+  copies.push_back([draws, copy = std::move(copy)] {
+    if (draws == 0) return copy();
+    land_later(draws - 1, copy);
+  });
+}
 
 }  // namespace hopper

@@ -1,6 +1,5 @@
-// Attention over latent rows (MLA) on Hopper by pairs of CTAs that split the columns: 33 to 64 packed rows, and more
-// over single rows or fp8. Rows in fp8 are converted by a second loading warpgroup (convert.h), which then sets the
-// time.
+// Attention over latent rows (MLA) on Hopper by pairs of CTAs that split the columns: 33 packed rows or more, over
+// single rows or fp8. Rows in fp8 are converted by a second loading warpgroup (convert.h), which then sets the time.
 //
 // Two CTAs share a unit's packed rows, and each loads its half of the columns of the latent rows, so that every byte
 // goes to one SM and several blocks of tokens fit into shared memory. A CTA sums its columns' terms of the scores, and
@@ -34,9 +33,7 @@ struct LatentColumnsSm90 {
     Shared& shared = ptx::cta_memory<Shared>();
     // The L2 also holds what an earlier launch is about to write, so this prefetch need not wait for that launch.
     if (threadIdx.x == 32) ptx::prefetch_to_l2(&cta_start(params.plan, blockIdx.x / Traits::ctas));
-    if (threadIdx.x == 0) {
-      shared.init();
-    }
+    if (threadIdx.x == 0) shared.init();
     ptx::cluster_barrier();  // the other CTA's barriers are initialised too
     ptx::grid_dependency_wait();
     const bool loads = threadIdx.x < Warps::loading * 32;

@@ -4,13 +4,8 @@
 #include "flashpage/kernels/latent_columns_sm90/convert.h"
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/ptx/cp_async.h"
-#include "flashpage/ptx/elect.h"
-#include "flashpage/ptx/prefetch.h"
-#include "flashpage/ptx/tensor_copy.h"
 #include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/load/query.h"
-#include "flashpage/tile/softmax/transform.h"
-#include "flashpage/tile/trace.h"
 
 namespace flashpage {
 

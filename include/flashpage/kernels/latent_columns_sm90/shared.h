@@ -7,8 +7,24 @@
 
 namespace flashpage {
 
+// The roles of the warps. Rows in fp8 are converted by a second loading warpgroup.
 template <class Traits>
-using ColumnsWarps = WideWarpsOf<converts_latents<Traits> ? 4 : 0>;
+struct ColumnsWarps {
+  static constexpr int first_converter = 4, converters = converts_latents<Traits> ? 4 : 0;
+  static constexpr int loading = first_converter + converters;  // whole warpgroups, because setmaxnreg works on them
+  static constexpr int group = 4;                               // warps of a computing warpgroup
+  static constexpr int groups = 2;                              // computing warpgroups
+  static constexpr int computing = group * groups;
+  static constexpr int threads = 32 * (loading + computing);
+  static constexpr int plan_warp = 3;  // goes through the plan and loads Q; each other loading warp has a part
+  static constexpr int first_registers = 65536 / threads / 8 * 8;  // of a thread, when the launch begins
+  // Warpgroups share the registers of the launch, a multiple of 8 a thread; one that takes more than are left waits
+  // for ever.
+  static constexpr bool fit(int of_loading, int of_computing, int of_converting) {
+    return first_converter * of_loading + converters * of_converting + computing * of_computing <=
+           (loading + computing) * first_registers;
+  }
+};
 
 template <class Traits>
 struct ColumnsShared {
@@ -32,8 +48,8 @@ struct ColumnsShared {
   // more after it has written `present`.
   static constexpr int copied = 32 * sharers;
   static constexpr int noted = converts || !is_selected ? 0 : 1;
-  // Registers of a thread. Warpgroups that take turns have no scores in
-  // flight, and leave more; so do loading warps that have no tail to convert.
+  // Registers of a thread. Warpgroups that take turns have no scores in flight, and leave more; so do loading warps
+  // that have no tail to convert.
   static constexpr bool has_tail = Tile::tail_columns > 0;
   static constexpr int loading_registers = converts ? (has_tail ? 48 : 40) : takes_turns ? 72 : 56;
   static constexpr int converting_registers = !takes_turns ? 48 : has_tail ? 64 : 56;

@@ -10,6 +10,7 @@
 // of the other half, whose loads have the time of a whole block. Two pairs may share a unit of 256 rows: they read its
 // tokens at the same time, and mostly from the L2.
 #pragma once
+#include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/kernels/latent_wide_sm90/load.h"
 #include "flashpage/kernels/latent_wide_sm90/scores.h"
 #include "flashpage/kernels/latent_wide_sm90/values.h"

@@ -1,10 +1,9 @@
 // The end of a unit in latent_wide_sm90: writes a warpgroup's half of the columns to the output or to the partials.
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/shared.h"
-#include "flashpage/ptx/compiler.h"
+#include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/tile/merge/epilogue.h"
-#include "flashpage/tile/softmax/softmax.h"
 
 namespace flashpage {
 

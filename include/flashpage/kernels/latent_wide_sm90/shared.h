@@ -1,6 +1,6 @@
 // The shared memory between the warps of latent_wide_sm90.
 #pragma once
-#include "flashpage/kernels/fitting_stages.h"
+#include "flashpage/common/math.h"
 #include "flashpage/kernels/wide_units.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/layout/swizzled_rows.h"

@@ -58,10 +58,13 @@ struct WideValues {
 
   FP_DEVICE void add_block(const WidePlace& place, Values& values, int block) {
     const u32 use = place.use(block), slot = Shared::slot(use);
+    // The other CTA's probabilities do not say that this CTA's columns have arrived; its own scores do. Those of later
+    // blocks have been waited for.
+    if (Shared::is_pair && block == 0) wait_for_scores(use);
     Fragments probabilities;
     take_over(values, probabilities, Shared::message(place, block));
     clear_hidden(place, block, slot);
-    if (block + 1 < place.blocks) wait_for_scores(use + 1);
+    if (block + 1 < place.blocks) wait_for_scores(use + 1);  // whose products come first
     ptx::wgmma_fence();
     issue_quarter<0>(values, probabilities, slot);
     issue_quarter<1>(values, probabilities, slot);
@@ -72,7 +75,7 @@ struct WideValues {
     ptx::wgmma_settle(values[0]);
     ptx::wgmma_settle(probabilities);
   }
-  // The next block's products of scores come first.
+  // Waits until a block's products of scores are almost complete.
   FP_DEVICE void wait_for_scores(u32 use) const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.scored[Shared::slot(use)][warp()]), Shared::kept_phase(use));
   }
@@ -122,8 +125,8 @@ struct WideValues {
     if (lane() == 0) ptx::mbarrier_arrive_at(barrier, ptx::cluster_rank() ^ 1);
   }
 
-  // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. The block's
-  // scores are complete.
+  // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. Scores of
+  // these tokens are hidden, so products of keys that still run may read either.
   FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 slot) {
     const Unit& unit = place.place.unit;
     const i32 first = place.first_token + block * tokens;

@@ -43,7 +43,7 @@ namespace flashpage::ptx {
 
 inline void prefetch_tensor_map(const TensorMap&) {}
 inline void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 column, i32 token, i32 head, i32 page) {
-  hopper::copies.push_back([=, &from = hopper::maps.at(&map)] {
+  hopper::land_later(hopper::lateness(), [=, &from = hopper::maps.at(&map)] {
     hopper::for_each_byte(from, shared, column, token, head, page,
                           [](u8& here, const u8* there) { here = there != nullptr ? *there : 0; });
     hopper::Barrier& here = hopper::barriers.at(barrier);
