@@ -44,6 +44,7 @@ class _Row:
     ns: tuple[float, float, float]  # nanoseconds of a token in a unit, of a unit, of a piece
     why: str
     widest: int = 512  # largest head dim
+    values: int = 512  # largest head dim of values
     columns: int = 0  # needs more columns of K and V together than this
     rows: int = 0  # needs more packed rows than this
     is_light: bool = False  # needs work without fp8, masks and RoPE
@@ -57,6 +58,7 @@ class _Row:
         is_light = work.loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM) and not work.options.kv_dtype.is_fp8
         return (
             work.widest <= self.widest
+            and work.options.head_dim_vo <= self.values
             and work.columns > self.columns
             and work.packed_rows > self.rows
             and (is_light or not self.is_light)
@@ -69,26 +71,17 @@ class _Row:
 
 
 # Two CTAs an SM hide each other's softmax, copies and unit ends. An SM of an A100 or of a card with 99 KiB has room for
-# two if they have one stage or fewer tokens; these rows follow from sizes and were not timed on such cards.
+# two if they have one stage or fewer tokens. Rows for them were timed on an H200 with their limits, if at all.
 _MANY = (
     _Row(
-        *(Tile(128, 96, 4, 1, 1, 2), (27.5, 5e3, 10e3), "narrow rows", 64),
+        *(Tile(128, 48, 4, 1, 1, 3), (41.0, 5e3, 10e3), "narrow rows: three CTAs an SM", 64),
         rows=64,
         is_light=True,
         is_plain=True,
-        shared=LARGE,
-        newest=90,  # spills on Blackwell
     ),
     _Row(Tile(128, 64, 4, 1, 1, 2), (30.0, 5e3, 10e3), "a transform takes registers", 64, rows=64, is_light=True),
     _Row(
-        *(Tile(128, 64, 4, 1, 2, 2), (45.0, 7e3, 20e3), "two stages", 128),
-        rows=64,
-        is_light=True,
-        is_plain=True,
-        shared=_LARGEST,
-    ),
-    _Row(
-        *(Tile(128, 64, 4, 1, 1, 2), (45.0, 7e3, 20e3), "A100: one stage, two CTAs an SM", 128),
+        *(Tile(128, 64, 4, 1, 1, 2), (45.0, 7e3, 20e3), "one stage, two CTAs an SM", 128),
         rows=64,
         is_light=True,
         is_plain=True,
@@ -110,6 +103,25 @@ _MANY = (
     _Row(Tile(64, 64, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB, fp8", 128, fp8=True, rotates=False),
     _Row(Tile(64, 48, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB", 128, rotates=False),
     _Row(Tile(64, 32, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB with rotated keys", 128),
+    _Row(
+        *(Tile(128, 64, 4, 1, 1, 2), (55.0, 6.5e3, 20e3), "wide keys alone", 192, 128),
+        rows=64,
+        is_light=True,
+        is_plain=True,
+        shared=_LARGEST,
+        newest=90,  # spills on Blackwell
+    ),
+    _Row(
+        *(Tile(128, 48, 4, 1, 1, 2), (59.0, 6.5e3, 20e3), "the same for a transform, an A100 and Blackwell", 192, 128),
+        rows=64,
+        is_light=True,
+        shared=LARGE,
+    ),
+    _Row(
+        *(Tile(128, 64, 4, 2, 1, 1), (32.0, 5.5e3, 10e3), "99 KiB, wide keys alone: two groups share Q", 192, 128),
+        rows=64,
+        is_light=True,
+    ),
     _Row(Tile(64, 64, 4, 1, 1, 2), (55.0, 5e3, 10e3), "two CTAs an SM", 256, is_light=True, shared=_LARGEST),
     _Row(Tile(128, 64, 8, 1, 1, 1), (60.0, 4e3, 8e3), "eight warps", 256, rows=64, is_light=True, shared=LARGE),
     _Row(
@@ -238,8 +250,19 @@ def _token_bytes(work: Work) -> int:
     return (options.head_dim_qk + min(options.head_dim_vo, 256)) * options.kv_dtype.size
 
 
+def _one_stage_tile(token_bytes: int, card: Device) -> Tile:
+    """A tile whose warps have one stage each: keys and values are copied as soon as the last ones were read, so half of
+    the memory is always in flight. With two stages half of it is empty while a warp waits, for half as many warps.
+    Five warps in each of two CTAs spill."""
+    limit = card.sm_shared_bytes // 2 - (1 << 10)
+    two_fit = 4 * 16 * token_bytes <= 0.8 * limit  # rows are padded, and Q takes the rest
+    return Tile(16, 64, 1, 4, 1, 2) if two_fit else Tile(16, 80, 1, 5, 1, 1)
+
+
 def _few_rows_tile(work: Work) -> Tile:
     rows = 16 if work.packed_rows <= 16 else 32
+    if work.card.shared_bytes < LARGE and rows == 16 and not work.options.kv_dtype.is_fp8 and not work.rotates:
+        return _one_stage_tile(_token_bytes(work), work.card)
     return few_rows_tile(
         _token_bytes(work), rows, work.options.kv_dtype.is_fp8, work.widest, work.card, _is_tight(work)
     )
@@ -313,7 +336,7 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
     # Rows in formats are converted to 16-bit tiles.
     found = attention_traits(spec, query, query if spec.has_formats else spec.kv_dtype, "pitched")
     assert spec.tile is not None
-    is_few = spec.tile.warps_kv > 1  # limited by loads (kernel.h)
+    is_few = spec.tile.warps_kv > 1 and spec.tile.warps_q == 1  # limited by loads (kernel.h)
     weights = query if spec.formats[1].bits == 16 else DType.FLOAT16  # Shape::Probability: fp16 over narrower values
     return found if is_few else (*found, *tanh_trait(spec, weights))
 

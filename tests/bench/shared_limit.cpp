@@ -5,7 +5,7 @@
 //
 // The choice alone leaves the card's own shared memory to the blocks: as many are resident as fit 228 KiB. With
 // SHARED_HELD=1 each launch of at least 16 KiB reserves so much more that no more of its blocks fit a
-// multiprocessor than fit the limit. So far no figure was measured with it.
+// multiprocessor than fit the limit.
 #include <dlfcn.h>
 
 #include <cstddef>

@@ -15,7 +15,7 @@ import torch
 from cases.case import Case
 from cases.latent import latent_case
 from host_maps import Map, map_of
-from host_plans import listed, plan_of
+from host_plans import listed, merge, plan_of
 from inputs import Inputs, make_inputs, reference_states
 from native_build import shared_library
 from tolerance import limits
@@ -235,20 +235,7 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
     args = native.VariantArgs()
     left = library(kernel, case).run_latent(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
     if cut:
-        merge = native.MergeParams(
-            plan=params.plan,
-            partial_out=params.partial_out,
-            partial_lse=params.partial_lse,
-            out=params.out,
-            lse=params.lse,
-            out_row_stride=params.out_row_stride,
-            out_head_stride=params.out_head_stride,
-            head_dim_vo=case.value_dim,
-            num_q_heads=case.num_q_heads,
-            group=params.group,
-        )
-        flags = (f"-DOUT={_ELEMENTS[case.out_type]}", "-DBY_COLUMNS=1")
-        ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
+        merge(case, params)
     return out, lse, left
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases.case import Case
 from cases.latent import latent_case
-from host_plans import attention_params, listed, plan_of
+from host_plans import attention_params, listed, merge, plan_of
 from inputs import Inputs, make_inputs, reference_states
 from native_build import shared_library, traits_flags
 from tolerance import limits
@@ -84,20 +84,7 @@ def run(case: Case, inputs: Inputs, spec: KernelSpec, cut: int) -> tuple[torch.T
     library = ctypes.CDLL(str(shared_library("attention_sm80.cpp", first_include="hopper", flags=traits_flags(spec))))
     library.run_attention_sm80(ctypes.byref(params), ctypes.byref(args), planned.num_ctas)
     if cut:
-        merge = native.MergeParams(
-            plan=params.plan,
-            partial_out=params.partial_out,
-            partial_lse=params.partial_lse,
-            out=params.out,
-            lse=params.lse,
-            out_row_stride=params.out_row_stride,
-            out_head_stride=params.out_head_stride,
-            head_dim_vo=case.value_dim,
-            num_q_heads=case.num_q_heads,
-            group=params.group,
-        )
-        flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type] }", "-DBY_COLUMNS=1")
-        ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
+        merge(case, params)
     return out, lse
 
 

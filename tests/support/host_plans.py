@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from cases.case import Case
 from inputs import Inputs
+from native_build import shared_library
 
 from flashpage import native
 from flashpage.native import records
@@ -121,3 +123,22 @@ def attention_params(
         num_q_heads=case.num_q_heads,
         **own,
     )
+
+
+def merge(case: Case, params: native.AttentionParams) -> None:
+    """Merges the partial results of a plan's two CTAs into out and lse."""
+    merged = native.MergeParams(
+        plan=params.plan,
+        partial_out=params.partial_out,
+        partial_lse=params.partial_lse,
+        out=params.out,
+        lse=params.lse,
+        out_row_stride=params.out_row_stride,
+        out_head_stride=params.out_head_stride,
+        head_dim_vo=case.value_dim,
+        num_q_heads=case.num_q_heads,
+        group=params.group,
+    )
+    element = {"bfloat16": "Bf16", "float16": "Half", "float32": "float"}[case.out_type]
+    flags = (f"-DOUT={element}", "-DBY_COLUMNS=1")
+    ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merged), 2)

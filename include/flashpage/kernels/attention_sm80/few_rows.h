@@ -3,6 +3,10 @@
 // The warps of a CTA share one row tile and alternate on the tokens. Each warp has its own ring of cp.async stages and
 // waits for no other warp before the unit ends, when their partial softmax states are combined through shared memory.
 //
+// With two stages or more, the copies of a later step are issued ahead of a step's products, to the stage that the step
+// before has read. A single stage is refilled by halves: the next keys are copied when the scores have been multiplied,
+// the next values when the values have been.
+//
 // Rows in formats (formats/format.h) are copied as they are stored. The warp converts the keys of a stage to a 16-bit
 // tile, and then its values to the same place.
 #pragma once
@@ -49,7 +53,11 @@ struct FewRows {
   static constexpr int stages = Traits::stages;
   static constexpr int step_tokens = Traits::tile_kv;  // of all warps together
   static constexpr bool query_in_registers = S::key_steps * S::row_tiles <= 8;
-  static_assert(Traits::warps_q == 1 && stages >= 2 && (tokens == 16 || tokens == 32));
+  static constexpr bool by_halves = stages == 1;
+  static constexpr int ahead = by_halves ? 1 : stages - 1;    // steps whose copies are issued before the first one
+  static constexpr int pending = by_halves ? 1 : stages - 2;  // groups that may be in flight after a wait
+  static_assert(Traits::warps_q == 1 && (tokens == 16 || tokens == 32));
+  static_assert(!by_halves || !has_formats<Traits>, "a stage's scales are read after its scores");
 
   Shared& shared;
   const AttentionParams& params;
@@ -58,11 +66,16 @@ struct FewRows {
 
   FP_DEVICE FewRows(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {
-    for (int stage = 0; stage < stages && !has_formats<Traits>; ++stage)
-      zero_padding<Cache, Traits::head_dim_qk>(shared.ring[warp] + stage * Shared::stage_bytes, tokens, lane, 32);
+    zero_key_padding();
     zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query, Traits::tile_q, thread, S::threads);
     if constexpr (S::rotate)
       zero_padding<typename S::Key, Traits::head_dim_qk>(shared.finished[warp], tokens, lane, 32);
+  }
+
+  // The accumulators of a unit, once they lay in the ring, leave padding that is not zero.
+  FP_DEVICE void zero_key_padding() {
+    for (int stage = 0; stage < stages && !has_formats<Traits>; ++stage)
+      zero_padding<Cache, Traits::head_dim_qk>(shared.ring[warp] + stage * Shared::stage_bytes, tokens, lane, 32);
   }
 
   // The warp's ring is found again for each use on 12.x, where NVRTC has no register for it.
@@ -79,6 +92,8 @@ struct FewRows {
     return token < unit.kv_end ? rows.look_up(token) : 0;
   }
 
+  // Issues the copies of a step's keys, values or both.
+  template <bool keys = true, bool values = true>
   FP_DEVICE void load_rows(const Unit& unit, const KvRows<Traits::kv_source>& rows, i32 found, int step,
                            int value_column) {
     i32 first = first_token(unit, step), count = unit.kv_end - first;
@@ -95,9 +110,11 @@ struct FewRows {
         auto source = [&](u32 row) { return reinterpret_cast<const Cache*>(__shfl_sync(0xffffffff, mine, row)); };
         RowCopy<Cache, columns, 32, chunk_bytes>::template run<tokens>(ptx::shared_address(stage), lane, count, source);
       };
-      copy.template operator()<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(params.k, stage, 0);
-      copy.template operator()<S::value_columns, S::value_copy_bytes>(params.v, stage + Shared::key_bytes,
-                                                                      value_column);
+      if constexpr (keys)
+        copy.template operator()<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(params.k, stage, 0);
+      if constexpr (values)
+        copy.template operator()<S::value_columns, S::value_copy_bytes>(params.v, stage + Shared::key_bytes,
+                                                                        value_column);
     }
   }
   // Copies rows of K or V, and their scales, as they are stored.
@@ -154,17 +171,23 @@ struct FewRows {
     int column = S::first_value_column(place.pass);
     KvRows<Traits::kv_source> rows(params, item);
     int steps = ceil_div(unit.kv_end - unit.kv_begin, step_tokens);
-    i32 found[stages];
+    i32 found[ahead + 1];
 #pragma unroll
-    for (int i = 0; i < stages; ++i) found[i] = look_up(rows, unit, i);
+    for (int i = 0; i <= ahead; ++i) found[i] = look_up(rows, unit, i);
     load_query<Traits>(ptx::shared_address(shared.query), params, unit, thread,
                        [&](u32 row) { return query_offset(params, item, unit, row); });
 #pragma unroll
-    for (int i = 0; i < stages - 1; ++i) {
-      load_rows(unit, rows, found[i], i, column);
+    for (int i = 0; i < ahead; ++i) {
+      if constexpr (by_halves) {
+        load_rows<true, false>(unit, rows, found[i], i, column);
+        ptx::cp_async_commit();
+        load_rows<false, true>(unit, rows, found[i], i, column);
+      } else {
+        load_rows(unit, rows, found[i], i, column);
+      }
       ptx::cp_async_commit();
     }
-    i32 next = found[stages - 1];
+    i32 next = found[ahead];
 
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
@@ -172,7 +195,7 @@ struct FewRows {
     const WarpRows warp_rows{params, item, unit, 0, lane};
     if (warp == 0 && params.sinks) begin_with_sinks(state, warp_rows);
     float scale = score_scale_of<Traits>(params, item, unit) * KeyFormatOf<Traits>::left_out;
-    ptx::cp_async_wait<stages - 2>();
+    ptx::cp_async_wait<pending>();
     __syncthreads();  // all threads have copied Q
     if constexpr (S::rotate) {
       rotate_query<Traits>(shared.query, params, item, unit, thread);
@@ -187,24 +210,41 @@ struct FewRows {
     };
 
     for (int step = 0; step < steps; ++step) {
-      ptx::cp_async_wait<stages - 2>();
+      ptx::cp_async_wait<pending>();
       __syncwarp();
-      load_rows(unit, rows, next, step + stages - 1, column);
-      ptx::cp_async_commit();
-      next = look_up(rows, unit, step + stages);
+      if constexpr (!by_halves) {
+        load_rows(unit, rows, next, step + ahead, column);
+        ptx::cp_async_commit();
+        next = look_up(rows, unit, step + ahead + 1);
+      }
       i32 first = first_token(unit, step);
       if (first >= unit.kv_end) continue;
       float scores[S::row_tiles][tokens / 8][4];
       auto nothing = [](int) {};
       multiply_keys<Traits>(scores, finished_keys(step, first), lane, query_fragment, nothing);
       if constexpr (has_formats<Traits>) Stored::Keys::scale_tokens(scores, key_stage(step), lane);
+      if constexpr (by_halves) {
+        __syncwarp();  // all lanes have read the keys
+        load_rows<true, false>(unit, rows, next, step + ahead, column);
+        ptx::cp_async_commit();
+      }
       if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, warp_rows, args, first);
       if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, warp_rows, args, first);
       state.update(scores, values, softmax_scale_of<Traits>(scale, args));
       if constexpr (Stored::scales_probabilities)
         Stored::Values::scale_tokens(scores, key_stage(step) + Shared::key_bytes, lane);
       Probabilities<Traits, tokens / 8> probabilities(scores);
+      if constexpr (by_halves) {
+        ptx::cp_async_wait<pending>();  // this step's values have arrived
+        __syncwarp();
+      }
       multiply_values(values, probabilities, finished_values(step), lane, nothing);
+      if constexpr (by_halves) {
+        __syncwarp();  // all lanes have read the values
+        load_rows<false, true>(unit, rows, next, step + ahead, column);
+        ptx::cp_async_commit();
+        next = look_up(rows, unit, step + ahead + 1);
+      }
     }
     ptx::cp_async_wait<0>();
     __syncwarp();
@@ -234,6 +274,7 @@ struct FewRows {
     __syncthreads();
     write_rows(item, unit, column);
     __syncthreads();  // the rings and Q are free again
+    zero_key_padding();
   }
 
   FP_DEVICE void write_rows(const WorkItem& item, const Unit& unit, int column) {

@@ -7,9 +7,13 @@
 
 namespace flashpage {
 
+// Warps along the tokens alone: few rows.
+template <class Traits>
+inline constexpr bool has_few_rows = Traits::warps_kv > 1 && Traits::warps_q == 1;
+
 // Warps along the tokens if rows are few, along the rows if they are many; latent rows have a loop of their own.
 template <class Traits>
-using KvWarps = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
+using KvWarps = typename select_type<has_few_rows<Traits>, FewRows<Traits>, ManyRows<Traits>>::type;
 template <class Traits>
 using WarpsAlong = typename select_type<is_latent<Traits::kv_source>, LatentAttention<Traits>, KvWarps<Traits>>::type;
 
@@ -28,12 +32,13 @@ struct AttentionSm80Fits {
       Traits::shared_limit == 0 || sizeof(AttentionSm80Shared<Traits>) <= Traits::shared_limit;
 };
 
-// If rows are few there are as many stages as fit Traits::ring_bytes and Traits::shared_limit, at most Traits::stages.
+// If rows are few and Traits::stages is not one, there are as many stages as fit Traits::ring_bytes and
+// Traits::shared_limit, from two to Traits::stages.
 template <class Given>
 struct AttentionSm80 {
   static constexpr int in_flight = stages_in_flight<Given>(Given::tile_kv);
   static constexpr int fitting = fitting_stages<AttentionSm80Fits, Given, in_flight, 1, 2>();
-  using Traits = WithStages<Given, (Given::warps_kv > 1) ? fitting : Given::stages>;
+  using Traits = WithStages<Given, (has_few_rows<Given> && Given::stages > 1) ? fitting : Given::stages>;
   using Kernel = WarpsAlong<Traits>;
   using Shared = AttentionSm80Shared<Traits>;
   static constexpr int threads = Shape<Traits>::threads;

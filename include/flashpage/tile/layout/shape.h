@@ -48,9 +48,10 @@ struct Shape {
   static constexpr int warp_tokens = swizzled ? Traits::tile_kv : Traits::tile_kv / Traits::warps_kv;
   // Steps of Q K^T: products of 16 terms, or 32 of fp8.
   static constexpr int key_steps = ceil_div(Traits::head_dim_qk, fp8_products ? 32 : 16);
-  static constexpr int key_unroll = row_tiles * key_steps <= 8 ? key_steps
-                                    : swizzled                 ? 4
-                                                               : 8;  // unrolling more steps takes registers
+  // Unrolling more steps takes registers; keys of 192 columns have twelve.
+  static constexpr bool unrolls_keys =
+      row_tiles * key_steps <= 8 || (!swizzled && warp_tokens <= 48 && key_steps <= 12);
+  static constexpr int key_unroll = unrolls_keys ? key_steps : swizzled ? 4 : 8;
 
   // More than 256 value columns do not fit in registers. Neighbouring warps share them if tiles are swizzled (whole
   // panels) or latent. Otherwise the unit runs once for each part, and the last part overlaps the one before.
@@ -81,7 +82,6 @@ struct Shape {
 
   static_assert((swaps || Traits::tile_q == 16 * row_tiles * Traits::warps_q) && warp_tokens % 16 == 0);
   static_assert(warps_share_columns || Traits::warps_v == 1);
-  static_assert(swizzled || Traits::warps_q == 1 || Traits::warps_kv == 1);
 };
 
 }  // namespace flashpage

@@ -10,12 +10,17 @@ namespace flashpage {
 template <class Element, int columns>
 inline constexpr int copy_bytes = (columns * sizeof(Element)) % 16 ? 8 : 16;
 
-// The share of one of `threads` threads in copying a tile: one chunk of columns in every `rows_a_pass`-th row, so that
-// the column arithmetic is done once.
+// The share of one of `threads` threads in copying a tile. The chunks of a row are copied in bands, whose `width`
+// divides the threads: a thread has one chunk of each band, in every `threads / width`-th row, so that the column
+// arithmetic is done once. A row is one band if its chunks divide the threads; the 24 chunks of 192 columns are three
+// bands. If bands would be narrow, the chunks of all rows are counted through.
 template <class Element, int columns, int threads, int chunk_bytes = copy_bytes<Element, columns>>
 struct RowCopy {
   using Rows = SharedRows<Element, columns>;
   static constexpr int chunks = Rows::used_bytes / chunk_bytes;
+  static constexpr int divisor = greatest_common_divisor(chunks, threads);
+  static constexpr int width = divisor >= 8 ? divisor : chunks;  // chunks of a band
+  static constexpr int bands = chunks / width;
   static_assert(Rows::used_bytes % chunk_bytes == 0);
 
   // source(row) returns the row's first element. Rows from `count` on do not exist and become zero. Every thread calls
@@ -28,7 +33,8 @@ struct RowCopy {
   // As `run`, but only one of `parts` equal parts, so that the copies can be spread over other work.
   template <int num_rows, int parts, class Source>
   FP_DEVICE static void run_part(u32 destination, int thread, int count, int part, Source&& source) {
-    constexpr int passes = ceil_div(num_rows * chunks, threads);
+    constexpr int passes =
+        fixed_chunk ? ceil_div(num_rows, threads / width) * bands : ceil_div(num_rows * chunks, threads);
     constexpr int most = ceil_div(passes, parts);
     constexpr int batch = fixed_chunk ? min_of(most, 8) : 1;  // more copies would take registers of the accumulators
     int begin = passes * part / parts, end = passes * (part + 1) / parts;
@@ -39,13 +45,13 @@ struct RowCopy {
   }
 
  private:
-  static constexpr bool fixed_chunk = threads % chunks == 0;
+  static constexpr bool fixed_chunk = threads % width == 0;
 
   // Reads all sources before it issues the copies: ptxas places three idle shared loads before a cp.async that follows
   // another shared access.
   template <int num_rows, int batch, class Source>
   FP_DEVICE static void run_batch(u32 destination, int thread, int count, int begin, int end, Source&& source) {
-    constexpr bool whole = (num_rows * chunks) % threads == 0;
+    constexpr bool whole = fixed_chunk ? num_rows % (threads / width) == 0 : (num_rows * chunks) % threads == 0;
     const u8* from[batch];
 #pragma unroll
     for (int n = 0; n < batch; ++n) {
@@ -55,7 +61,7 @@ struct RowCopy {
 #pragma unroll
     for (int n = 0; n < batch; ++n) {
       u32 row = row_of(begin + n, thread);
-      u32 byte = (fixed_chunk ? thread % chunks : ((begin + n) * threads + thread) % chunks) * chunk_bytes;
+      u32 byte = chunk_of(begin + n, thread) * chunk_bytes;
       if (begin + n >= end || (!whole && row >= num_rows)) continue;
       ptx::cp_async<chunk_bytes>(destination + Rows::byte_offset(row, byte), from[n] + byte,
                                  static_cast<int>(row) < count);
@@ -63,7 +69,10 @@ struct RowCopy {
   }
 
   FP_DEVICE static u32 row_of(int pass, int thread) {
-    return fixed_chunk ? pass * (threads / chunks) + thread / chunks : (pass * threads + thread) / chunks;
+    return fixed_chunk ? pass / bands * (threads / width) + thread / width : (pass * threads + thread) / chunks;
+  }
+  FP_DEVICE static u32 chunk_of(int pass, int thread) {
+    return fixed_chunk ? pass % bands * width + thread % width : (pass * threads + thread) % chunks;
   }
 };
 

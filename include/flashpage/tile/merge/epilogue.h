@@ -127,13 +127,13 @@ FP_DEVICE void store_tiles(const float (&values)[tiles][4], int half, int lane, 
 }
 
 // As store_tiles, for columns of 8 bits: 8 bytes at a time, and 32 neighbouring bytes by the four lanes of a row.
-template <class Out, int tiles>
+template <int first_tile, int count, class Out, int tiles>
 FP_DEVICE void store_fp8_tiles(const float (&values)[tiles][4], int half, int lane, float factor, Out* row,
                                bool exists) {
-  static_assert(tiles % 8 == 0 && is_fp8<Out>);
+  static_assert(count % 8 == 0 && is_fp8<Out>);
   Out* const mine = row + lane % 4 * 8;
 #pragma unroll
-  for (int n = 0; n < tiles; n += 8) {
+  for (int n = first_tile; n < first_tile + count; n += 8) {
     u32 pairs[4];  // of a tile, and of the fourth tile after it
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -10,7 +10,7 @@ namespace flashpage {
 template <class Traits>
 inline constexpr bool splits_capped_scores =
     approximates_tanh<Traits> && Traits::Variant::only_soft_cap && !has_formats<Traits> &&
-    Shape<Traits>::key_bits == 16 && Traits::tile_kv >= 32 && Traits::head_dim_vo <= 128;
+    Shape<Traits>::key_bits == 16 && Shape<Traits>::warp_tokens >= 32 && Traits::head_dim_vo <= 128;
 
 // As multiply_keys and then transform_scores, but the compiler can spread the caps of the first tokens over the
 // products of the others. An H200, d 128, 4 x 4k: 1,684 us; one product, then all caps: 1,727; scales of heads loaded
