@@ -1,6 +1,7 @@
 """The general tensor-core kernel for every card since Ampere, by mma.sync and cp.async.
 
-Warps share the tokens if rows are few, and the rows if they are many.
+Warps share the tokens if rows are few, and the rows if they are many; with 99 KiB of shared memory and wide keys two
+groups of warps share the rows, and have every other tile of tokens each.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class _Row:
 
 
 # Two CTAs an SM hide each other's softmax, copies and unit ends. An SM of an A100 or of a card with 99 KiB has room for
-# two if they have one stage or fewer tokens. Rows for them were timed on an H200 with their limits, if at all.
+# two if they have one stage or fewer tokens. No row was timed on such a card: rows with figures of their own were timed
+# on an H200 under that card's limits.
 _MANY = (
     _Row(
         *(Tile(128, 48, 4, 1, 1, 3), (41.0, 5e3, 10e3), "narrow rows: three CTAs an SM", 64),
@@ -104,7 +106,8 @@ _MANY = (
     _Row(Tile(64, 48, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB", 128, rotates=False),
     _Row(Tile(64, 32, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB with rotated keys", 128),
     _Row(
-        *(Tile(128, 64, 4, 1, 1, 2), (55.0, 6.5e3, 20e3), "wide keys alone", 192, 128),
+        *(Tile(128, 64, 4, 1, 1, 2), (55.0, 6.5e3, 20e3), "wide keys, values of at most 128 columns", 192),
+        values=128,
         rows=64,
         is_light=True,
         is_plain=True,
@@ -112,13 +115,31 @@ _MANY = (
         newest=90,  # spills on Blackwell
     ),
     _Row(
-        *(Tile(128, 48, 4, 1, 1, 2), (59.0, 6.5e3, 20e3), "the same for a transform, an A100 and Blackwell", 192, 128),
+        *(Tile(128, 48, 4, 1, 1, 2), (59.0, 6.5e3, 20e3), "wide keys: an A100, Blackwell", 192),
+        values=128,
+        rows=64,
+        is_light=True,
+        is_plain=True,
+        shared=LARGE,
+    ),
+    _Row(
+        *(Tile(128, 48, 4, 1, 1, 2), (59.0, 6.5e3, 20e3), "wide keys, a transform", 192),
+        values=128,
+        rows=64,
+        is_light=True,
+        shared=LARGE,
+        newest=90,  # spills on Blackwell
+    ),
+    _Row(
+        *(Tile(64, 64, 4, 1, 1, 2), (55.0, 5e3, 10e3), "wide keys, a transform on Blackwell", 192),
+        values=128,
         rows=64,
         is_light=True,
         shared=LARGE,
     ),
     _Row(
-        *(Tile(128, 64, 4, 2, 1, 1), (32.0, 5.5e3, 10e3), "99 KiB, wide keys alone: two groups share Q", 192, 128),
+        *(Tile(128, 64, 4, 2, 1, 1), (32.0, 5.5e3, 10e3), "99 KiB, wide keys: two groups share Q", 192),
+        values=128,
         rows=64,
         is_light=True,
     ),
@@ -250,19 +271,20 @@ def _token_bytes(work: Work) -> int:
     return (options.head_dim_qk + min(options.head_dim_vo, 256)) * options.kv_dtype.size
 
 
-def _one_stage_tile(token_bytes: int, card: Device) -> Tile:
+def _one_stage_tile(token_bytes: int, head_dim_vo: int, card: Device) -> Tile:
     """A tile whose warps have one stage each: keys and values are copied as soon as the last ones were read, so half of
     the memory is always in flight. With two stages half of it is empty while a warp waits, for half as many warps.
     Five warps in each of two CTAs spill."""
     limit = card.sm_shared_bytes // 2 - (1 << 10)
-    two_fit = 4 * 16 * token_bytes <= 0.8 * limit  # rows are padded, and Q takes the rest
+    warp_bytes = max(16 * token_bytes, 16 * 4 * min(head_dim_vo, 256))  # of a stage, or of sums that warps exchange
+    two_fit = 4 * warp_bytes <= 0.8 * limit  # rows are padded, and Q takes the rest
     return Tile(16, 64, 1, 4, 1, 2) if two_fit else Tile(16, 80, 1, 5, 1, 1)
 
 
 def _few_rows_tile(work: Work) -> Tile:
     rows = 16 if work.packed_rows <= 16 else 32
     if work.card.shared_bytes < LARGE and rows == 16 and not work.options.kv_dtype.is_fp8 and not work.rotates:
-        return _one_stage_tile(_token_bytes(work), work.card)
+        return _one_stage_tile(_token_bytes(work), work.options.head_dim_vo, work.card)
     return few_rows_tile(
         _token_bytes(work), rows, work.options.kv_dtype.is_fp8, work.widest, work.card, _is_tight(work)
     )

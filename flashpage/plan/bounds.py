@@ -54,12 +54,33 @@ def workspace_bounds(
     for contexts in ContextLengths(options, devices.of(device)).classes:
         of_class = _bounds_of_class(contexts, options, batch, total_q, total_kv, prepared.schedule.num_ctas, device)
         float_bytes, int_bytes = max(float_bytes, of_class[0]), max(int_bytes, of_class[1])
+    of_fewer = _bounds_of_fewer_rows(prepared, batch, total_q, total_kv, device)
+    float_bytes, int_bytes = max(float_bytes, of_fewer[0]), max(int_bytes, of_fewer[1])
     float_of_parts = int_of_parts = 0
     for schedule in largest_schedules(options, prepared.schedule.num_ctas, device):
         of_part = _bounds(options, schedule, batch, total_q, total_kv)
         float_of_parts += of_part[0]
         int_of_parts += -(-of_part[1] // 16) * 16  # a plan starts on 16 bytes
     return max(float_bytes, float_of_parts), max(int_bytes, int_of_parts)
+
+
+def _bounds_of_fewer_rows(
+    prepared: PreparedKernels, batch: int, total_q: int, total_kv: int, device: torch.device
+) -> tuple[int, int]:
+    """Bounds for batches of fewer rows a request, whose tiles an SM runs in more CTAs."""
+    options, usual, found = prepared.options, prepared.choice.spec.tile, (0, 0)
+    assert usual is not None
+    rows = choose.packed_rows(options, batch, total_q) // 2
+    while rows >= options.group_size and choose.packed_rows(options, 1, rows // options.group_size) == rows:
+        fewer = choose.choose(Problem(options, rows), device)
+        tile, total = fewer.spec.tile, min(total_q, batch * (rows // options.group_size))
+        assert tile is not None
+        if tile.ctas_per_sm > usual.ctas_per_sm:
+            num_ctas = prepared.schedule.num_ctas * tile.ctas_per_sm // usual.ctas_per_sm
+            of_rows = _bounds(options, schedule_of(fewer, options, num_ctas), batch, total, total_kv)
+            found = max(found[0], of_rows[0]), max(found[1], of_rows[1])
+        rows //= 2
+    return found
 
 
 def _bounds_of_class(

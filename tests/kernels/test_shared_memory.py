@@ -65,7 +65,7 @@ def source_of(specs: list[KernelSpec]) -> str:
     for number, spec in enumerate(specs):
         kernel = known[spec.kernel]
         traits = "\n".join(kernel.traits(spec)).replace("= flashpage::Variant;", f"= k{number}::Variant;")
-        for name in ("KeyProduct", "ShortKeyProduct", "ValueProduct"):
+        for name in ("KeyProduct", "HeldKeyProduct", "ShortKeyProduct", "ValueProduct"):
             traits = traits.replace(f"flashpage::{name}", f"k{number}::{name}")
         sources = f"{render(spec.variant)}\n{kernel.sources(spec)}"
         text.append(f"namespace flashpage::k{number} {{\n{sources}\nstruct Traits {{\n{traits}\n}};")
@@ -114,6 +114,8 @@ def _fits_as_often_as_planned(spec: KernelSpec, size: int, card: Device) -> bool
         and spec.position_encoding == "none"
         and not spec.is_latent
     )
-    if not is_usual or spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in (64, 80, 96, 128):
+    has_usual_dims = spec.head_dim_qk == spec.head_dim_vo and spec.head_dim_qk in (64, 80, 96, 128)
+    has_one_stage = (spec.tile.tile_q, spec.tile.stages) == (16, 1)
+    if not is_usual or not (has_usual_dims or has_one_stage):
         return True
     return spec.tile.ctas_per_sm * (size + 1024) <= card.sm_shared_bytes

@@ -55,6 +55,7 @@ struct RowCopy {
     const u8* from[batch];
 #pragma unroll
     for (int n = 0; n < batch; ++n) {
+      if (begin + n >= end) continue;
       u32 row = row_of(begin + n, thread);
       from[n] = reinterpret_cast<const u8*>(source(whole ? row : min_of<u32>(row, num_rows - 1)));
     }
