@@ -22,7 +22,7 @@ from flashpage.kernels.context_classes import ANY_ROWS, ContextClass, context_ro
 from flashpage.kernels.context_lengths import ContextLengths
 from flashpage.kernels.options import Options
 from flashpage.kernels.prefill_sm90 import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
-from flashpage.kernels.spec import VariantSpec
+from flashpage.kernels.spec import KernelSpec, VariantSpec
 from flashpage.kernels.work import Problem
 from flashpage.plan import plan_lengths, prepared_kernels
 from flashpage.plan.bounds import workspace_bounds
@@ -336,6 +336,27 @@ def test_workspaces_have_room_for_few_rows(heads: tuple[int, int], monkeypatch: 
         assert partial_bytes(plan.result.num_partial_rows, 128) <= float_bytes
         were_few, were_cut = were_few + 1, were_cut + (plan.result.num_partial_rows > 0)
     assert were_few > 20 and were_cut > 3
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 128)], ids=str)
+@pytest.mark.parametrize("name", ["RTX 4090", "A100", "H100"])
+def test_workspaces_have_room_for_smaller_batches(
+    name: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer rows a request have tiles of their own, of which an SM may run more CTAs."""
+    card = devices.as_card(name, devices.H200)
+    monkeypatch.setattr(devices, "of", lambda _: card)
+
+    def kernel(spec: KernelSpec, device: Any = None) -> SimpleNamespace:
+        per_sm = spec.tile.ctas_per_sm if spec.tile else 1
+        return SimpleNamespace(spec=spec, handle=0, info=native.KernelInfo(num_sms=card.sms, ctas_per_sm=per_sm))
+
+    monkeypatch.setattr(jit, "get_kernel", kernel)
+    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, head_dim_qk=dims[0], head_dim_vo=dims[1])
+    large = workspace_bounds(options, 4, 8192, 65_536, torch.device("cuda:0"))
+    for rows in (1, 3, 4, 8, 16, 17, 64):
+        small = workspace_bounds(options, 4, 4 * rows, 65_536, torch.device("cuda:0"))
+        assert small[0] <= large[0] and small[1] <= large[1], rows
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
