@@ -60,7 +60,7 @@ struct WideValues {
     const u32 use = place.use(block), slot = Shared::slot(use);
     // The other CTA's probabilities do not say that this CTA's columns have arrived; its own scores do. Those of later
     // blocks have been waited for.
-    if (Shared::is_pair && block == 0) wait_for_scores(use);
+    if (block == 0) wait_for_scores(use);
     Fragments probabilities;
     take_over(values, probabilities, Shared::message(place, block));
     clear_hidden(place, block, slot);
