@@ -7,6 +7,7 @@ groups of warps share the rows, and have every other tile of tokens each.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 from ..base.dtypes import DType
@@ -71,6 +72,9 @@ class _Row:
         )
 
 
+# Keys of 129 to 192 columns next to values of at most 128.
+_WIDE_KEYS = functools.partial(_Row, widest=192, values=128, rows=64, is_light=True)
+
 # Two CTAs an SM hide each other's softmax, copies and unit ends. An SM of an A100 or of a card with 99 KiB has room for
 # two if they have one stage or fewer tokens. No row was timed on such a card: rows with figures of their own were timed
 # on an H200 under that card's limits.
@@ -105,44 +109,11 @@ _MANY = (
     _Row(Tile(64, 64, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB, fp8", 128, fp8=True, rotates=False),
     _Row(Tile(64, 48, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB", 128, rotates=False),
     _Row(Tile(64, 32, 4, 1, 1, 2), (32.0, 4e3, 8e3), "99 KiB with rotated keys", 128),
-    _Row(
-        *(Tile(128, 64, 4, 1, 1, 2), (55.0, 6.5e3, 20e3), "wide keys, values of at most 128 columns", 192),
-        values=128,
-        rows=64,
-        is_light=True,
-        is_plain=True,
-        shared=_LARGEST,
-        newest=90,  # spills on Blackwell
-    ),
-    _Row(
-        *(Tile(128, 48, 4, 1, 1, 2), (59.0, 6.5e3, 20e3), "wide keys: an A100, Blackwell", 192),
-        values=128,
-        rows=64,
-        is_light=True,
-        is_plain=True,
-        shared=LARGE,
-    ),
-    _Row(
-        *(Tile(128, 48, 4, 1, 1, 2), (59.0, 6.5e3, 20e3), "wide keys, a transform", 192),
-        values=128,
-        rows=64,
-        is_light=True,
-        shared=LARGE,
-        newest=90,  # spills on Blackwell
-    ),
-    _Row(
-        *(Tile(64, 64, 4, 1, 1, 2), (55.0, 5e3, 10e3), "wide keys, a transform on Blackwell", 192),
-        values=128,
-        rows=64,
-        is_light=True,
-        shared=LARGE,
-    ),
-    _Row(
-        *(Tile(128, 64, 4, 2, 1, 1), (32.0, 5.5e3, 10e3), "99 KiB, wide keys: two groups share Q", 192),
-        values=128,
-        rows=64,
-        is_light=True,
-    ),
+    _WIDE_KEYS(Tile(128, 64, 4, 1, 1, 2), (55.0, 6.5e3, 20e3), "wide keys", is_plain=True, shared=_LARGEST, newest=90),
+    _WIDE_KEYS(Tile(128, 48, 4, 1, 1, 2), (59.0, 6.5e3, 20e3), "A100, Blackwell", is_plain=True, shared=LARGE),
+    _WIDE_KEYS(Tile(128, 48, 4, 1, 1, 2), (59.0, 6.5e3, 20e3), "a transform", shared=LARGE, newest=90),
+    _WIDE_KEYS(Tile(64, 64, 4, 1, 1, 2), (55.0, 5e3, 10e3), "a transform on Blackwell", shared=LARGE),
+    _WIDE_KEYS(Tile(128, 64, 4, 2, 1, 1), (32.0, 5.5e3, 10e3), "99 KiB: two groups share Q"),
     _Row(Tile(64, 64, 4, 1, 1, 2), (55.0, 5e3, 10e3), "two CTAs an SM", 256, is_light=True, shared=_LARGEST),
     _Row(Tile(128, 64, 8, 1, 1, 1), (60.0, 4e3, 8e3), "eight warps", 256, rows=64, is_light=True, shared=LARGE),
     _Row(
