@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -143,10 +144,10 @@ def test_a_kernel_has_a_tile_for_all_that_it_accepts(kernel: AttentionKernel, ca
     card = devices.CPU if kernel.backend == "cpu" else card
     accepted = 0
     dims_of = {"paged": ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)), "latent": ((576, 512), (320, 256))}
-    for rows in (1 << i for i in range(11)):
+    for rows, page_size in itertools.product((1 << i for i in range(11)), (1, 16)):
         for source, (qk, vo) in ((source, dims) for source, found in dims_of.items() for dims in found):
             for q_dtype, kv_dtype in ((BF16, BF16), (BF16, DType.FLOAT8_E4M3), (DType.FLOAT8_E4M3,) * 2):
-                sizes = {"head_dim_qk": qk, "head_dim_vo": vo, "page_size": 16, "kv_source": source}
+                sizes = {"head_dim_qk": qk, "head_dim_vo": vo, "page_size": page_size, "kv_source": source}
                 work = Work(problem(rows, **sizes, q_dtype=q_dtype, kv_dtype=kv_dtype), card)
                 if not kernel.refusals(work):
                     accepted += 1

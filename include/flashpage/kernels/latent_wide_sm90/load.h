@@ -141,11 +141,10 @@ struct WideLoad {
   // Rows that do not exist become zero.
   FP_DEVICE void load_query_rows(const Place& place, u32 use) const {
     constexpr int chunks = Tile::used_bytes / 16;
-    // Rows without a tail are two whole copies. Two rows at a time, or places in them that stay in registers, would
-    // spill.
-    constexpr bool has_tail = Shared::tail_panels > 0;
-    constexpr int together = has_tail ? 2 : 1;
-    const int own = has_tail ? lane : static_cast<int>(ptx::opaque(lane));
+    // Rows without a tail are two whole copies, and two of them at a time would spill. So would places in rows that
+    // stay in registers.
+    constexpr int together = Shared::tail_panels > 0 ? 2 : 1;
+    const int own = static_cast<int>(ptx::opaque(lane));
     const i32 count = place.unit.num_rows - first_row();
     u64 mine[2];
 #pragma unroll
