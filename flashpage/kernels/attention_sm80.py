@@ -183,7 +183,7 @@ def _formats_tile(work: Work) -> Tile:
         is_tight = widest > 64 and (not is_large or (rows == 32 and card.shared_bytes < _LARGEST))
         is_alone = widest > 128 or (is_tight and rows == 32 and not is_large)  # two CTAs do not fit an SM
         warps = 2 if widest > (256 if is_large else 128) or (is_tight and not is_alone) else 4
-        limit = card.shared_bytes if is_alone else card.sm_shared_bytes // 2 - (1 << 10)
+        limit = card.shared_bytes if is_alone else _half_of_sm(card)
         ring_bytes = 8 * 16 * warps * sum((options.head_dim_qk, min(options.head_dim_vo, 256)))  # of 16-bit elements
         return Tile(rows, 16 * warps, 1, warps, 4, 1 if is_alone else 2, ring_bytes=ring_bytes, shared_limit=limit)
     # Other transforms than a soft cap alone spill 40 to 60 bytes.
@@ -224,10 +224,15 @@ def few_rows_tile(
     return Tile(tile_q, tokens * warps, 1, warps, 4, ctas_per_sm, ring_bytes=ring_bytes, shared_limit=limit)
 
 
+def _half_of_sm(card: Device) -> int:
+    """Bytes of shared memory of each of two CTAs an SM. The system takes 1 KiB for a CTA."""
+    return card.sm_shared_bytes // 2 - (1 << 10)
+
+
 def _two_ctas_tile(token_bytes: int, tile_q: int, is_fp8: bool, card: Device) -> Tile | None:
     """The tile with the most warps of which two CTAs fit an SM with less shared memory than Hopper's, two stages each:
     a unit's copies start when it does, so one CTA loads while the other ends a unit. None: Hopper, or none fits."""
-    limit = card.sm_shared_bytes // 2 - (1 << 10)  # the system takes 1 KiB for each CTA
+    limit = _half_of_sm(card)
     for warps, tokens in itertools.product((4, 2), (32,) if is_fp8 else (32, 16)):
         stage_bytes = token_bytes * tokens  # of a warp; rows are padded, and Q takes the rest
         if card.shared_bytes < _LARGEST and stage_bytes <= 8192 and 2 * warps * stage_bytes <= 0.8 * limit:
@@ -246,9 +251,8 @@ def _one_stage_tile(token_bytes: int, head_dim_vo: int, card: Device) -> Tile:
     """A tile whose warps have one stage each: keys and values are copied as soon as the last ones were read, so half of
     the memory is always in flight. With two stages half of it is empty while a warp waits, for half as many warps.
     Five warps in each of two CTAs spill."""
-    limit = card.sm_shared_bytes // 2 - (1 << 10)
     warp_bytes = max(16 * token_bytes, 16 * 4 * min(head_dim_vo, 256))  # of a stage, or of sums that warps exchange
-    two_fit = 4 * warp_bytes <= 0.8 * limit  # rows are padded, and Q takes the rest
+    two_fit = 4 * warp_bytes <= 0.8 * _half_of_sm(card)  # rows are padded, and Q takes the rest
     return Tile(16, 64, 1, 4, 1, 2) if two_fit else Tile(16, 80, 1, 5, 1, 1)
 
 

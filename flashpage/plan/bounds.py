@@ -71,6 +71,7 @@ def _bounds_of_fewer_rows(
     options, usual, found = prepared.options, prepared.choice.spec.tile, (0, 0)
     assert usual is not None
     rows = choose.packed_rows(options, batch, total_q) // 2
+    # Where the rows of the choice do not follow from those of a batch, there are no batches of fewer.
     while rows >= options.group_size and choose.packed_rows(options, 1, rows // options.group_size) == rows:
         fewer = choose.choose(Problem(options, rows), device)
         tile, total = fewer.spec.tile, min(total_q, batch * (rows // options.group_size))
