@@ -12,7 +12,7 @@ from typing import Any
 import format_rows
 import pytest
 import torch
-from cases.case import Case, decode
+from cases.case import Case, decode, prefill
 from host_maps import Map, map_of
 from host_plans import attention_params, plan_of
 from inputs import Inputs, make_inputs, reference_states
@@ -135,8 +135,8 @@ def spec_of(case: Case) -> KernelSpec:
     return spec
 
 
-def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Runs the CTAs; returns out, lse, and barriers that miss arrivals."""
+def run(case: Case, inputs: Inputs, cut: int, fill: int = 0x7F) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Runs the CTAs; returns out, lse, and barriers that miss arrivals. `fill`: each byte of shared memory before."""
     spec, q = spec_of(case), torch.cat(inputs.q)
     assert spec.tile is not None
     out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
@@ -175,7 +175,7 @@ def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tenso
     args, flags = native.VariantArgs(), traits_flags(spec)
     args.scalars[0] = case.soft_cap
     library = ctypes.CDLL(str(shared_library("decode_kernel.cpp", first_include="hopper", flags=flags)))
-    left = library.run_decode(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
+    left = library.run_decode(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas, fill)
     return out, lse, left
 
 
@@ -194,6 +194,16 @@ def test_the_kernel_on_the_host(case: Case, cut: int) -> None:
         assert (error <= allowed.element).all()
         assert (error.norm(dim=-1) <= allowed.row).all()
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
+
+
+def test_a_soft_cap_does_not_depend_on_what_slots_held() -> None:
+    """The first unit sees 16 tokens, one box of a slot for two."""
+    case = prefill("cap-half-slot", "a unit that causal ends", (17, 20, 3), (17, 65, 40), causal=True, soft_cap=20.0)
+    assert spec_of(case).rows == 32
+    inputs = make_inputs(case)
+    (out, lse, _), *others = (run(case, inputs, 0, fill) for fill in (0, 0x7F, 0xFF))
+    for other in others:
+        assert torch.equal(other[0], out) and torch.equal(other[1], lse)
 
 
 @pytest.mark.rare

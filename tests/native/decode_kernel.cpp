@@ -11,14 +11,15 @@ namespace flashpage {
 
 using namespace flashpage;
 
-// Runs the plan's CTAs one after another. Returns the number of barriers at which arrivals or bytes are missing.
+// Runs the plan's CTAs one after another; before, each byte of shared memory is `fill`. Returns the number of barriers
+// at which arrivals or bytes are missing.
 extern "C" i32 run_decode(const AttentionParams* params, const VariantArgs* args, const hopper::Map* of_maps,
-                          i32 num_ctas) {
+                          i32 num_ctas, i32 fill) {
   const KvMaps maps{};
   hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}};
   hopper::barriers.clear();
   card::meanwhile = hopper::land_some;
-  std::memset(memory, 0x7f, sizeof memory);  // NaN
+  std::memset(memory, fill, sizeof memory);
   using Kernel = DecodeSm90<Traits>;
   static_assert(Kernel::shared_bytes <= sizeof memory / 2);
   card::launch(num_ctas, Kernel::threads, [&] { Kernel::run(*params, *args, maps); }, 1);

@@ -1,8 +1,9 @@
-// Soft caps: cap * tanh(score / cap). The tanh is a polynomial if all scores of a warp's tile are smaller than the cap,
-// and else needs two special functions. Where arithmetic limits a kernel and weights are bf16 or e4m3, it is the
-// card's approximation, whose error is up to 2^-11 of a score. That changes the weight of a score up to 4 by less than
-// bf16 rounds it, and that of a score of 50 by up to 2.5%; outputs on a card were as exact as before
-// (docs/numerics.md).
+// Soft caps: cap * tanh(score / cap). The tanh of a score that is smaller than the cap is a polynomial; others need two
+// special functions, which are left out if a warp's tile has no such score. A score's bits do not depend on other
+// scores: those of hidden tokens may be anything, such as what a slot held before. Where arithmetic limits a kernel and
+// weights are bf16 or e4m3, tanh is the card's approximation, whose error is up to 2^-11 of a score. That changes the
+// weight of a score up to 4 by less than bf16 rounds it, and that of a score of 50 by up to 2.5%; outputs on a card
+// were as exact as before (docs/numerics.md).
 #pragma once
 #include "flashpage/params/variant.h"
 #include "flashpage/ptx/math.h"
@@ -32,12 +33,14 @@ struct SoftCap {
     } else if (are_small(arguments)) {
       for_each(arguments, [](float& y) { y = polynomial(y); });
     } else {
-      for_each(arguments, [](float& y) { y = exact(y * log2_e); });
+      for_each(arguments, [](float& y) { y = is_large(__float_as_uint(y)) ? exact(y * log2_e) : polynomial(y); });
     }
   }
 
  private:
-  // Whether the polynomial serves all of a warp's arguments: a number from 2 on, infinity and NaN have bit 30.
+  // Of an argument's bits, or those of several together: a number from 2 on, infinity and NaN have bit 30.
+  FP_DEVICE static bool is_large(u32 bits) { return (bits & 0x40000000) != 0; }
+  // Whether the polynomial serves all of a warp's arguments.
   template <int token_tiles>
   FP_DEVICE static bool are_small(const float (&arguments)[token_tiles][4]) {
     auto bits = __float_as_uint(arguments[0][0]);
@@ -45,7 +48,7 @@ struct SoftCap {
     for (int n = 0; n < token_tiles; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) bits |= __float_as_uint(arguments[n][e]);
-    return !__any_sync(0xffffffff, (bits & 0x40000000) != 0);
+    return !__any_sync(0xffffffff, is_large(bits));
   }
   // tanh(y / 2) for |y| < 2: relative error 2^-20.5 (a minimax fit).
   FP_DEVICE static float polynomial(float y) {
