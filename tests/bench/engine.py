@@ -118,12 +118,12 @@ ATTENTION: dict[str, tuple[str, Callable[[], Any], bool]] = {  # label: module, 
 
 
 def trace(num_requests: int, mean_prompt: int, new_tokens: int, vocabulary: int) -> list[tuple[list[int], int]]:
-    """Prompts, and the number of new tokens of each request."""
-    rng = random.Random(0)
+    """Prompts, and the number of new tokens of each request, at least one."""
+    rng, least = random.Random(0), max(1, new_tokens // 2)
     found = []
     for _ in range(num_requests):
         count = min(4 * mean_prompt, max(1, int(mean_prompt * rng.lognormvariate(-0.18, 0.6))))
-        found.append(([rng.randrange(vocabulary) for _ in range(count)], rng.randint(new_tokens // 2, new_tokens)))
+        found.append(([rng.randrange(vocabulary) for _ in range(count)], rng.randint(least, new_tokens)))
     return found
 
 
@@ -137,13 +137,19 @@ def run_once(engine: Engine, work: list[tuple[list[int], int]]) -> Run:
         engine.add(request)
     begin = last = time.perf_counter()
     while engine.has_work:
-        is_decode = len(engine.scheduler.running) == len(requests) and all(r.num_pending == 1 for r in requests)
+        is_decode = will_decode(engine, requests)
         engine.step()
         now = time.perf_counter()
         if is_decode:
             decodes.append(now - last)
         last = now
     return last - begin, decodes, requests
+
+
+def will_decode(engine: Engine, requests: list[Request]) -> bool:
+    """Whether the next step decodes all requests."""
+    are_running = len(engine.scheduler.running) == len(requests)
+    return are_running and all(request.num_pending == 1 and not request.is_ending for request in requests)
 
 
 def engine_of(label: str, model: Llama, work: list[tuple[list[int], int]], step_tokens: int) -> Engine:
@@ -167,14 +173,18 @@ def engine_of(label: str, model: Llama, work: list[tuple[list[int], int]], step_
 def row(label: str, model: Llama, runs: list[Run]) -> list[Any]:
     """One row, without the column of ratios."""
     seconds = statistics.median(run[0] for run in runs)
-    step = statistics.median(step for run in runs for step in run[1])
+    steps = [step for run in runs for step in run[1]]
+    if not steps:
+        sys.exit("no step decoded all requests: pass more --new-tokens, or fewer --requests")
+    step = statistics.median(steps)
     wrong = check_tokens(model, runs[0][2][:3]).wrong
     how = "captured" if ATTENTION[label][2] else "eager"
     return [label, how, seconds, sum(len(r.generated) for r in runs[0][2]) / seconds, step, wrong]
 
 
 def profiled(engine: Engine, work: list[tuple[list[int], int]]) -> dict[str, dict[str, float]]:
-    """The parts of a step, in microseconds: of steps with prompts, and of those that decode all requests."""
+    """The parts of a step, in microseconds: of steps with prompts, and of those that decode all requests. A phase
+    without steps is left out: no step decodes all requests if one of them ends with its prompt."""
     times: dict[str, list[float]] = {}
     plans = ("init_forward_metadata", "init_forward_metadata_replay_cuda_graph")
     calls = [(engine, "step"), *((engine.backend, name) for name in plans)]
@@ -184,19 +194,23 @@ def profiled(engine: Engine, work: list[tuple[list[int], int]]) -> dict[str, dic
     for request in requests:
         engine.add(request)
     phases: dict[str, dict[str, Any]] = {}
-    for phase in ("prompts", "decodes"):
+    follows = {  # whether the next step is of the phase
+        "prompts": lambda: any(request.num_pending > 1 for request in requests),
+        "decodes": lambda: will_decode(engine, requests),
+    }
+    for phase, is_next in follows.items():
         profiler, steps = started_profiler(), 0
-        while not any(request.is_complete for request in requests):
-            if all(request.num_pending == 1 for request in requests) != (phase == "decodes"):
-                break
+        while is_next():
             engine.step()
             steps += 1
-        phases[phase] = kernels_of(profiler, times) | {"steps": steps}
+        found = kernels_of(profiler, times)
+        if steps:
+            phases[phase] = found | {"steps": steps}
     while engine.has_work:
         engine.step()
     for owner, name in calls:
         delattr(owner, name)
-    return {phase: parts_of(found) for phase, found in phases.items()}
+    return {phase: parts_of(kernels) for phase, kernels in phases.items()}
 
 
 def parts_of(phase: dict[str, Any]) -> dict[str, float]:
@@ -235,7 +249,10 @@ def main() -> int:
     if arguments.profile:
         parts = {label: profiled(engine_of(label, model, work, arguments.step_tokens), work) for label in wanted}
         for phase in ("prompts", "decodes"):
-            figures = {label: found[phase] for label, found in parts.items()}
+            figures = {label: found[phase] for label, found in parts.items() if phase in found}
+            if not figures:
+                print(f"{phase}: there was no such step")
+                continue
             print(phase, *(f"{label}: {found}" for label, found in figures.items()), sep="\n  ")
             recorder.add("engine-steps", f"{case}: steps with {phase}", figures=figures)
         return 0

@@ -107,8 +107,8 @@ def kernels_of(profiler: Any, times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def span_of(events: list[Span]) -> float:
-    """From the first start to the last end; `events` are in order of their starts."""
-    return max(one.end for one in events) - events[0].start
+    """From the first start to the last end, 0 without events; `events` are in order of their starts."""
+    return max(one.end for one in events) - events[0].start if events else 0.0
 
 
 def sums_of(kernels: list[Span]) -> dict[str, Any]:

@@ -251,3 +251,19 @@ def test_steps_of_a_written_trace(bench_path: None, tmp_path: Path) -> None:
     assert found["host_us"] == {"run_batch": [2, 100.0], "init_forward_metadata": [2, 25.0]}
     step = {"step_us": 100.0, "attention_us": 20.0, "plan_us": 25.0, "host_step_us": 100.0}
     assert step_profile.of_a_step(found) == step
+
+
+@pytest.mark.parametrize(("new_tokens", "phases"), [(1, ["prompts"]), (6, ["prompts", "decodes"])])
+def test_a_phase_without_steps_has_no_profile(
+    new_tokens: int, phases: list[str], bench_path: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of one token end with their prompts."""
+    import engine
+    import torch
+
+    profile = {"kernels": [], "host_us": {}, "span_us": 0.0, "busy_us": 0.0, "attention_us": 0.0}
+    monkeypatch.setattr(engine, "started_profiler", lambda: None)
+    monkeypatch.setattr(engine, "kernels_of", lambda *_: profile)
+    model = engine.Llama(engine.SMALL, torch.device("cpu"), torch.float32)
+    work = engine.trace(2, 8, new_tokens, engine.SMALL.vocabulary)
+    assert list(engine.profiled(engine.engine_of("flashpage", model, work, 64), work)) == phases
