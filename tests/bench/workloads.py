@@ -137,6 +137,13 @@ class LatentCase(Case):
     head_dim_vo: int = 512
     page_size: int = 64
 
+    def __post_init__(self) -> None:
+        """latent_peers.py makes bf16 tensors and calls all libraries without these options."""
+        ignored = ("causal", "window_left", "kv_dtype", "q_dtype", "soft_cap", "has_sinks")
+        for field in dataclasses.fields(Case):
+            if field.name in ignored and (given := getattr(self, field.name)) != field.default:
+                raise ValueError(f"{field.name}={given} is not timed over latent rows: leave it out.")
+
     @property
     def q_lens(self) -> list[int]:
         return [self.q_len] * self.batch

@@ -203,6 +203,14 @@ def test_every_benchmark_has_its_program(bench_path: None) -> None:
         assert (BENCH / benchmark.program[0]).is_file(), benchmark.program
 
 
+def test_latent_cases_refuse_what_no_library_is_given(bench_path: None) -> None:
+    from workloads import LatentCase
+
+    assert LatentCase("one", 1, 1, 64, num_q_heads=16, page_size=1).shrunk().kv_len == 48
+    with pytest.raises(ValueError, match="^has_sinks=True is not timed over latent rows: leave it out"):
+        LatentCase("one", 1, 1, 64, has_sinks=True)
+
+
 def test_a_step_of_an_engine(bench_path: None) -> None:
     """Matrix products and cache writes are no attention."""
     import step_profile
