@@ -90,6 +90,8 @@ def test_rows_that_list_their_tokens(config_class: str) -> None:
         ({"cache": object()}, "without pages"),
         ({"sliding_window": 4}, "sliding_window=4 with indices: pass None"),
         ({"indices": torch.zeros(3, 2).int()}, r"indices has shape \(3, 2\): pass \[batch, 3, topk\]"),
+        ({"indices": torch.full((1, 3, 2), 5)}, "indices has 5 but each request has 5 tokens: pass tokens from 0 to 4"),
+        ({"indices": torch.tensor([[[0, -1]] * 3])}, "indices has -1 but each request has 5 tokens"),
         ({"attention_mask": torch.full((1, 1, 3, 5), -0.5)}, "attention_mask adds numbers to the scores"),
     ],
 )

@@ -83,6 +83,13 @@ def of_lists(
     """The 4-D mask of rows that list their tokens; `mask`: as padding_mask gives it, and is kept."""
     if indices.dim() != 3 or indices.shape[1] != q_length:
         raise RunError(f"indices has shape {tuple(indices.shape)}: pass [batch, {q_length}, topk].")
+    if indices.is_cpu and indices.numel():  # on a card the host would have to wait for them; scatter_ asserts there
+        least, most = int(indices.min()), int(indices.max())
+        if least < 0 or most >= kv_length:
+            raise RunError(
+                f"indices has {most if most >= kv_length else least} but each request has {kv_length} tokens: "
+                f"pass tokens from 0 to {kv_length - 1}, without padding."
+            )
     found = torch.zeros(indices.shape[0], 1, q_length, kv_length, dtype=torch.bool, device=indices.device)
     found.scatter_(-1, indices.unsqueeze(1).long(), True)
     if mask is not None and mask.dim() == 4:
