@@ -132,9 +132,9 @@ _MANY = (
 )
 
 
-def _is_few(work: Work) -> bool:
-    """Whether rows are so few that warps share the tokens. If rows of K and V are wide, the ring of two warps may be
-    too large for the card, above all next to rotated keys, which have 16 bits."""
+def _takes_few_rows(work: Work) -> bool:
+    """Whether the tile is one of few rows, whose warps share the tokens (Tile.has_few_rows). If rows of K and V are
+    wide, the ring of two warps may be too large for the card, above all next to rotated keys, which have 16 bits."""
     is_few = work.packed_rows <= 16 or (work.packed_rows <= 32 and work.widest <= 128)
     is_large, is_fp8 = work.card.shared_bytes >= LARGE, work.options.kv_dtype.is_fp8
     if work.rotates and is_fp8 and work.packed_rows > 16 and work.options.head_dim_qk < work.options.head_dim_vo:
@@ -157,7 +157,7 @@ def _tile(work: Work) -> Tile:
         return _latent_tile(work)
     if work.options.has_formats:
         return _formats_tile(work)
-    return _few_rows_tile(work) if _is_few(work) else _row(work).tile
+    return _few_rows_tile(work) if _takes_few_rows(work) else _row(work).tile
 
 
 def _latent_tile(work: Work) -> Tile:
@@ -178,7 +178,7 @@ def _formats_tile(work: Work) -> Tile:
     small, so more warps than stages hide their latency."""
     options, card = work.options, work.card
     is_large, widest = card.shared_bytes >= LARGE, max(work.widest, 64)
-    if _is_few(work):
+    if _takes_few_rows(work):
         rows = 16 if work.packed_rows <= 16 else 32
         is_tight = widest > 64 and (not is_large or (rows == 32 and card.shared_bytes < _LARGEST))
         is_alone = widest > 128 or (is_tight and rows == 32 and not is_large)  # two CTAs do not fit an SM
@@ -271,7 +271,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
         return Cost(
             False, max(ns_per_token, work.card.compute_ns(1.2 * tile.tile_q)), 2e3, 2e3, 128, FEW_MERGE_ITEM_ROWS
         )
-    if _is_few(work):
+    if tile.has_few_rows:
         ns_per_token = _token_bytes(work) / work.card.sm_bytes_per_ns * tile.ctas_per_sm
         return Cost(False, ns_per_token, 1500.0, 1500.0, 128, FEW_MERGE_ITEM_ROWS)
     token, unit, piece = _row(work).ns
@@ -333,9 +333,8 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
     # Rows in formats are converted to 16-bit tiles.
     found = attention_traits(spec, query, query if spec.has_formats else spec.kv_dtype, "pitched")
     assert spec.tile is not None
-    is_few = spec.tile.warps_kv > 1 and spec.tile.warps_q == 1  # limited by loads (kernel.h)
     weights = query if spec.formats[1].bits == 16 else DType.FLOAT16  # Shape::Probability: fp16 over narrower values
-    return found if is_few else (*found, *tanh_trait(spec, weights))
+    return found if spec.tile.has_few_rows else (*found, *tanh_trait(spec, weights))
 
 
 _ROWS = (16, 32, 64, 128)  # one for each class of tiles

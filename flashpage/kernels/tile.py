@@ -20,6 +20,12 @@ class Tile:
     ring_bytes: int = 0  # most shared memory for the stages; 0: the header's own limit
     shared_limit: int = 0  # shared memory of a CTA on the card; 0: the header has the limit of its cards
 
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether warps share the tokens and each has all rows: such a loop is limited by loads. It is has_few_rows of
+        attention_sm80/kernel.h."""
+        return self.warps_kv > 1 and self.warps_q == 1
+
     def paired(self) -> Tile:
         """The tile of two CTAs with as many rows each."""
         return dataclasses.replace(self, tile_q=2 * self.tile_q, ctas=2)
