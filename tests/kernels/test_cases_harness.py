@@ -141,6 +141,10 @@ class LowOutputs(Honest):
         return dataclasses.replace(state, out=state.out * (1 - 2**-4))
 
 
+def rounded_outputs(dtype: torch.dtype) -> type[Honest]:
+    return faulty(lambda state: dataclasses.replace(state, out=state.out.to(dtype).double()))
+
+
 class WrongHeads(Honest):
     """Assigns query heads to KV heads round-robin instead of in groups."""
 
@@ -219,6 +223,9 @@ FAULTS = {
     "k scale ignored": (other_options(k_scale=1.0), "scales-float"),
     "v scale by the wrong head": (other_options(v_scale=torch.tensor([0.6, 0.3])), "scales-per_head-decode"),
     "scale of outputs ignored": (UnscaledOutputs, "o8-prefill"),
+    "fp32 outputs rounded to bf16": (rounded_outputs(torch.bfloat16), "latent-out-fp32"),
+    "fp32 outputs rounded to fp16": (rounded_outputs(torch.float16), "latent-out-fp32-wide"),
+    "fp32 outputs of fp32 queries rounded to fp16": (rounded_outputs(torch.float16), "dtype-float32-same"),
     "outputs half a step low": (LowOutputs, "o8-prefill"),
     "variant's mask ignored": (other_options(mask_mod=None), "variant-documents"),
     "scale off by half a percent": (other_options(sm_scale=0.125 * 1.005), "dtype-float32-same"),

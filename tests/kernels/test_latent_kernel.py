@@ -18,7 +18,7 @@ from host_maps import Map, map_of
 from host_plans import listed, merge, plan_of
 from inputs import Inputs, make_inputs, reference_states
 from native_build import shared_library
-from tolerance import limits
+from tolerance import has_16_bits, limits
 
 from aot import build as aot_build
 from flashpage import native
@@ -251,6 +251,7 @@ def compare(kernel: AttentionKernel, case: Case, cut: int) -> None:
         error = (out[rows].double() - state.out).abs()
         assert (error <= allowed.element).all()
         assert (error.norm(dim=-1) <= allowed.row).all()
+        assert case.out_type != "float32" or not has_16_bits(out[rows].double(), state.out).any()
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
 
 

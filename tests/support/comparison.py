@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from cases.case import Case
 from reference import LOG2_E, State
-from tolerance import Limits, approximates_tanh, has_fp8_products, limits
+from tolerance import Limits, approximates_tanh, has_16_bits, has_fp8_products, limits
 
 from flashpage.kernels import devices
 
@@ -91,6 +91,9 @@ def _compare_request(
         wrong = ~(share <= 1)  # NaN is wrong too
         if bool(wrong.any()):
             raise Mismatch(_describe(case, request, name, wrong, share, out, lse, state))
+    if case.out_type == "float32" and bool((narrow := has_16_bits(out, state.out)).any()):
+        row, head = (int(i) for i in narrow.nonzero()[0])
+        raise Mismatch(f"{case}: fp32 outputs of request {request} at row {row}, head {head} were rounded to 16 bits")
     none = torch.zeros(1)
     return tuple(float(shares.get(name, none).max()) if out.numel() else 0.0 for name in ("row", "element", "lse"))
 

@@ -23,6 +23,9 @@ Some cards multiply fp8 queries with fp8 keys, and probabilities as fp8 with fp8
 * Tensor cores keep 13 bits below the largest of a sum's terms and cut off the rest. That is u = 2^-13 for a score's
   sum; sums of values are cut once for each 32 tokens, always towards zero, so it adds up.
 
+An fp32 output next to 16-bit weights is off by the weights' errors alone. If it was rounded to 16 bits on its way, the
+sum of both errors may still be within these limits: has_16_bits sees that by the bits themselves.
+
 Outputs of e4m3 are compared after the division by their scale, and the other errors grow by it. Rounding them is off by
 2^-4 of the output, or 2^-10 if it is subnormal; u of the weights is q's.
 
@@ -100,6 +103,8 @@ def limits(case: Case, expected: State, *, fp8_products: bool = False, approxima
     subnormal = 2.0**-17 if fp8_products else 2.0**-24
     smallest = subnormal * math.sqrt(most) / case.out_divisor if is_half else 1e-30  # subnormal weights
     rounding = weight  # of outputs in a row; as for independent errors of weights
+    if case.out_type == "float32" and case.q_dtype != "float32":
+        rounding = unit = FP32
     if case.has_fp8_output:
         rounding = unit = E4M3
         smallest += E4M3_SUBNORMAL
@@ -109,6 +114,21 @@ def limits(case: Case, expected: State, *, fp8_products: bool = False, approxima
     finite = torch.where(expected.lse.isinf(), 0.0, expected.lse.abs())
     lse = LOG2_E * score + SUM_SLACK * FP32 * (math.sqrt(max(case.kv_lens)) + finite)
     return Limits(row, element, lse)
+
+
+def has_16_bits(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Which rows of an fp32 output [rows, num_q_heads, head_dim_vo], as fp64, were rounded to bf16 or fp16 in a
+    sixteenth of their elements or more: of other results, one in 8192 has no more bits than fp16 by chance. Elements
+    that are expected next to such a number do not count, as the value of the only token of a row."""
+    counts = _from_fp16(expected) > 2.0**-3
+    rounded = counts & (_from_fp16(out) == 0)
+    return (counts.sum(-1) >= 16) & (16 * rounded.sum(-1) >= counts.sum(-1))
+
+
+def _from_fp16(numbers: torch.Tensor) -> torch.Tensor:
+    """The distance to the next number of fp16's 11 bits, which bf16's are among, in units of the last one."""
+    bits = torch.frexp(numbers).mantissa * 2.0**11
+    return (bits - bits.round()).abs()
 
 
 def score_error(case: Case, *, fp8_products: bool = False, approximate_tanh: bool = False) -> float:
