@@ -211,11 +211,9 @@ class Binding:
 
     def check_span(self, cache: Any) -> None:
         """Refuses a cache that spans more than a kernel of the newest plan can address."""
-        options, pages = self.combination.options, _leading(cache)
-        size, packed = options.kv_dtype.size, options.latent_row_format
-        for name, view in self.cache_views.items():
-            token_stride = packed.row_bytes if packed is not None and packed.by_page else view.token_stride
-            span = ((pages - 1) * view.page_stride + view.page_size * token_stride) * size
+        for name, tensor in zip("KV", cache if isinstance(cache, tuple) else (cache,), strict=False):
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            span = (last + 1) * tensor.element_size()
             if span > self.most_cache_bytes:
                 raise RunError(
                     f"{name} spans {span} bytes, but the plan's kernel reads at most {self.most_cache_bytes}: "
