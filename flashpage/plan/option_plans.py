@@ -24,7 +24,7 @@ class OptionPlans:
         self.device, self.is_graph = batch.device, batch.is_graph
         self.active: list[OptionPlan] = []  # planned at every plan; the first one has plan's options
         self._known: dict[Options, OptionPlan] = {}
-        self._variations: dict[OptionOverride, OptionPlan] = {}  # with the options of runs
+        self._of_overrides: dict[OptionOverride, OptionPlan] = {}  # of runs, by how their options differ
         self._idle: list[OptionPlan] = []  # graph mode: earlier ones, which batches of the present options cannot have
         self._slot: PlanBuffer | None = None  # the first one's; without graphs whatever its options
         self._kept: list[PlanBuffer | torch.Tensor] = []  # plans that a graph may read
@@ -32,19 +32,19 @@ class OptionPlans:
 
     def _use_options(self, options: Options) -> None:
         """Takes options that differ from the last plan's. Options of runs are planned again when a run uses them."""
-        first = self._combination(options)
+        first = self._option_plan_of(options)
         others: list[OptionPlan] = []
         if self._slot is None:
             self._slot = PlanBuffer(self.batch.device_index, self.workspaces.int_buffer, first.call)
         else:
             self._slot, others = self._memory_after(self.active[0], first)
-        self.active, self._variations = [first, *others], {}
+        self.active, self._of_overrides = [first, *others], {}
         self.batch.use_options(options)
         self._stage()
         self._slot.attach(first.call)
         first.slot = self._slot
-        for combination in self.active:
-            combination.choose_again()
+        for option_plan in self.active:
+            option_plan.choose_again()
 
     def _memory_after(self, before: OptionPlan, first: OptionPlan) -> tuple[PlanBuffer, list[OptionPlan]]:
         """The memory for plans of `first`, which replaces `before`, and what is planned in addition. A graph's launches
@@ -63,35 +63,35 @@ class OptionPlans:
         self._idle = [found for found in others if found not in of_batch]
         return slot, of_batch
 
-    def _own_slot(self, combination: OptionPlan) -> PlanBuffer:
+    def _own_slot(self, option_plan: OptionPlan) -> PlanBuffer:
         """Memory for the plans of these options only."""
-        if hasattr(combination, "slot"):
-            return combination.slot
+        if hasattr(option_plan, "slot"):
+            return option_plan.slot
         workspace = self.workspaces.int_buffer
         memory = allocate(workspace.shape, workspace.dtype, self.device, "a plan of other options", zeroed=False)
-        return PlanBuffer(self.batch.device_index, memory, combination.call)
+        return PlanBuffer(self.batch.device_index, memory, option_plan.call)
 
     def _stage(self) -> None:
         """Several plans of a graph are published together."""
         self.batch.struct.is_staged = self._waits or (self.is_graph and len(self.active) > 1)
 
-    def _add(self, combination: OptionPlan) -> None:
+    def _add(self, option_plan: OptionPlan) -> None:
         """Plans it from now on."""
-        self.active.append(combination)
+        self.active.append(option_plan)
         self._stage()
 
-    def _forget(self, combinations: list[OptionPlan]) -> None:
+    def _forget(self, option_plans: list[OptionPlan]) -> None:
         """Plans them no longer, until a run uses them again; frees their memory, unless a graph may read it."""
-        for combination in combinations:
-            combination.generation = 0
-            if self.is_graph or combination.call.was_captured:
-                self._kept.append(combination.slot)
-            del combination.slot
-        self.active = [combination for combination in self.active if combination not in combinations]
-        self._variations = {name: found for name, found in self._variations.items() if found not in combinations}
+        for option_plan in option_plans:
+            option_plan.generation = 0
+            if self.is_graph or option_plan.call.was_captured:
+                self._kept.append(option_plan.slot)
+            del option_plan.slot
+        self.active = [option_plan for option_plan in self.active if option_plan not in option_plans]
+        self._of_overrides = {name: found for name, found in self._of_overrides.items() if found not in option_plans}
         self._stage()
 
-    def _combination(self, options: Options) -> OptionPlan:
+    def _option_plan_of(self, options: Options) -> OptionPlan:
         found = self._known.get(options)
         if found is None:
             if len(self._known) >= _MOST_KNOWN and not self.is_graph:

@@ -66,8 +66,8 @@ class Planner(OptionPlans):
 
     def _workspaces_changed(self) -> None:
         self.invalidate()
-        for combination in self.active:
-            combination.choose_again()
+        for option_plan in self.active:
+            option_plan.choose_again()
 
     def use_capacity(self, capacity: Capacity, reads_tables: bool = False) -> None:
         """Graph mode: makes the memory that captured launches read large enough for the largest batch.
@@ -211,8 +211,8 @@ class Planner(OptionPlans):
 
     def publish(self) -> None:
         """Copies the newest plan to where captured launches read it; the page numbers follow."""
-        for combination in self.active:
-            combination.publish(self.batch)
+        for option_plan in self.active:
+            option_plan.publish(self.batch)
         if self._take_pages is not None:
             self._take_pages()
 
@@ -252,8 +252,8 @@ class Planner(OptionPlans):
         batch.tables, batch.generation, batch.stream = tables, self.generation, current_stream(self.device_index)
         self.active[0].prepare_on_device(batch, tables)
         self._keep_used(lambda other: other.prepare_on_device(batch, tables))
-        for combination in self.active:
-            combination.plan_on_device(batch, tables, self.plan_kernel)
+        for option_plan in self.active:
+            option_plan.plan_on_device(batch, tables, self.plan_kernel)
         if has_limit and struct.most_total_rows == NO_LIMIT:
             struct.most_total_rows = tables.max_rows  # captured launches have the first plan's rows
         self.indices.use_tables(tables.read, tables.max_page)
@@ -265,8 +265,8 @@ class Planner(OptionPlans):
         """The kernels, the sizes of memory and all that runs have bound stay as they are."""
         self.batch.struct.max_page = tables.max_page
         self.batch.stream = current_stream(self.device_index)
-        for combination in self.active:
-            combination.plan_on_device(self.batch, tables, self.plan_kernel)
+        for option_plan in self.active:
+            option_plan.plan_on_device(self.batch, tables, self.plan_kernel)
 
     @functools.cached_property
     def plan_kernel(self) -> int | None:
@@ -304,8 +304,8 @@ class Planner(OptionPlans):
         self.mask.set(None if mask is None else self.mask.packed(mask, self.bits()), non_blocking)
         if mask is not None:
             self.batch.stream = current_stream(self.device_index)
-            for combination in self.active:
-                combination.find_mask_tiles(self.batch)
+            for option_plan in self.active:
+                option_plan.find_mask_tiles(self.batch)
         self.is_planned = True
 
     def bits(self) -> torch.Tensor:
@@ -323,44 +323,44 @@ class Planner(OptionPlans):
         """Tokens of each request of the present plan, int64 on the host."""
         return self.batch.numbers(self.options.page_span)[2]
 
-    def find(self, variation: OptionOverride) -> OptionPlan:
+    def find(self, override: OptionOverride) -> OptionPlan:
         """The plan for a run's options. New ones are planned now, and at later plans as long as runs use them between
         two plans."""
-        found = self._variations.get(variation)
+        found = self._of_overrides.get(override)
         if found is None:
-            found = self._combination(variation.over(self.options))
+            found = self._option_plan_of(override.over(self.options))
         if found.generation != self.generation:
             if is_capturing(self.device):
                 raise RunError(
-                    f"{variation.differences(self.options)} is new to this wrapper while a graph is being captured. "
+                    f"{override.differences(self.options)} is new to this wrapper while a graph is being captured. "
                     "Run once with it before the capture, or pass it to plan."
                 )
             self._activate(found)
-        self._variations[variation] = found
+        self._of_overrides[override] = found
         found.used_at = self.generation
         return found
 
-    def _activate(self, combination: OptionPlan) -> None:
+    def _activate(self, option_plan: OptionPlan) -> None:
         """Plans these options for the present batch; afterwards they count as active."""
-        is_new, has_plan = combination not in self.active, hasattr(combination, "slot")
+        is_new, has_plan = option_plan not in self.active, hasattr(option_plan, "slot")
         if is_new:
-            combination.slot = self._own_slot(combination)
-            combination.choose_again()
+            option_plan.slot = self._own_slot(option_plan)
+            option_plan.choose_again()
         batch = self.batch
         batch.stream = current_stream(self.device_index)
         try:
             if batch.tables is None:
-                combination.plan_held(batch)
+                option_plan.plan_held(batch)
                 if batch.struct.is_staged:
-                    combination.publish(batch)
+                    option_plan.publish(batch)
                 if self.options.has_mask:
-                    combination.find_mask_tiles(batch)
+                    option_plan.find_mask_tiles(batch)
             else:
-                combination.prepare_on_device(batch, batch.tables)
-                combination.plan_on_device(batch, batch.tables, self.plan_kernel)
+                option_plan.prepare_on_device(batch, batch.tables)
+                option_plan.plan_on_device(batch, batch.tables, self.plan_kernel)
         except BaseException:
             if not has_plan:
-                self._forget([combination])
+                self._forget([option_plan])
             raise
         if is_new:
-            self._add(combination)
+            self._add(option_plan)

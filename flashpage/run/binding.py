@@ -37,7 +37,7 @@ class Binding:
     """Structs for one signature; refreshed after every plan."""
 
     __slots__ = (
-        *("address", "alignment_mask", "args", "args_address", "bound_run", "cache_views", "combination", "device"),
+        *("address", "alignment_mask", "args", "args_address", "bound_run", "cache_views", "option_plan", "device"),
         *("enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_numbers", "head_dim_vo", "kv_layout"),
         *(
             "launches",
@@ -56,13 +56,13 @@ class Binding:
     )
 
     def __init__(
-        self, planner: Planner, kv_layout: str, values: RunOptions, combination: OptionPlan, tensors: Tensors
+        self, planner: Planner, kv_layout: str, values: RunOptions, option_plan: OptionPlan, tensors: Tensors
     ) -> None:
-        self.values, self.combination, self.device = values, combination, planner.device
-        self.parts = [BoundPart(combination.options)]  # the second one comes with the first plan of two parts
+        self.values, self.option_plan, self.device = values, option_plan, planner.device
+        self.parts = [BoundPart(option_plan.options)]  # the second one comes with the first plan of two parts
         self.params = self.parts[0].params
         self.variant = native.VariantArgs()
-        self.gather: Any = gather_rows.params_of(combination.options)
+        self.gather: Any = gather_rows.params_of(option_plan.options)
         self.launches = LaunchList(ctypes.addressof(self.variant))
         self.args = self.launches.args
         self.args_address = ctypes.addressof(self.args)
@@ -77,7 +77,7 @@ class Binding:
         self.kv_layout = kv_layout
         self.lse_shape: tuple[int, ...] = ()
         self.out_shape: tuple[int, ...] = ()
-        self.out_dtype, self.head_dim_vo = combination.options.out_dtype.torch, combination.options.head_dim_vo
+        self.out_dtype, self.head_dim_vo = option_plan.options.out_dtype.torch, option_plan.options.head_dim_vo
         self._bind_options(values)
         self._bind_tensors(tensors)
         self.has_numbers = False
@@ -85,7 +85,7 @@ class Binding:
         self.set_pdl(None)
 
     def _bind_options(self, values: RunOptions) -> None:
-        options, params = self.combination.options, self.params
+        options, params = self.option_plan.options, self.params
         self.sm_scale = check_scale(values.sm_scale, options.head_dim_qk) * options.rotation_scale
         params.rope_scale, params.rope_theta = check_rope(values.rope_scale, values.rope_theta)
         params.num_q_heads, params.num_kv_heads = options.num_q_heads, options.num_kv_heads
@@ -97,7 +97,7 @@ class Binding:
 
     def _bind_tensors(self, tensors: Tensors) -> None:
         """Sets strides and offsets; checks everything that the signature does not change."""
-        options, params = self.combination.options, self.params
+        options, params = self.option_plan.options, self.params
         q, cache, out, _lse = tensors
         self.q_strides = params.q_row_stride, params.q_head_stride = kv_view.rows_strides(q, "q")
         k, v = views_of(cache, options, self.kv_layout)
@@ -140,7 +140,7 @@ class Binding:
 
     def _bind_scales(self, views: tuple[kv_view.View | None, kv_view.View | None]) -> None:
         """Sets the strides of the scales of formats; point_scales sets their addresses."""
-        kernel, params, self.scale_masks = self.combination.prepared.choice.kernel, self.params, [0, 0]
+        kernel, params, self.scale_masks = self.option_plan.prepared.choice.kernel, self.params, [0, 0]
         for i, (view, side) in enumerate(zip(views, (params.key_scales, params.value_scales), strict=True)):
             if view is None:
                 continue
@@ -169,7 +169,7 @@ class Binding:
 
     def _bind_gathered(self, copy: gather_rows.Copy | None) -> None:
         """Makes the attention kernel read what each run copies, or the cache again."""
-        params, options = self.params, self.combination.options
+        params, options = self.params, self.option_plan.options
         self.gathered = copy
         params.q_row_stride, params.q_head_stride = self.q_strides
         if copy is None:
@@ -180,8 +180,8 @@ class Binding:
         params.k.data, params.v.data, params.q = copy.k, copy.v, copy.q_address
 
     def _bind_alignment(self, out_strides: tuple[int, int], k: kv_view.View, v: kv_view.View) -> None:
-        options, params = self.combination.options, self.params
-        kernel = self.combination.prepared.choice.kernel.row_alignment
+        options, params = self.option_plan.options, self.params
+        kernel = self.option_plan.prepared.choice.kernel.row_alignment
         self.alignment_mask, self.on_eight = 0, False
         rows = (
             ("q", (params.q_row_stride, params.q_head_stride), options.head_dim_qk, options.q_dtype),
@@ -200,11 +200,11 @@ class Binding:
 
     def _stored_alignment(self, alignment: int) -> int:
         """The alignment of rows of formats of which some do not start on `alignment` bytes: scales may follow a row."""
-        parts = self.combination.parts
+        parts = self.option_plan.parts
         return min(alignment, 8) if all(part.prepared.has_on_eight for part in parts) else alignment
 
     def _parts(self) -> tuple[Part, ...]:
-        parts = self.combination.parts
+        parts = self.option_plan.parts
         if not self.on_eight:
             return parts
         return tuple(part._replace(prepared=part.prepared.on_eight(self.device)) for part in parts)
@@ -222,8 +222,8 @@ class Binding:
 
     def refresh(self, planner: Planner) -> None:
         """Switches to the newest plan."""
-        combination, batch = self.combination, planner.batch
-        parts, options = self._parts(), combination.options
+        option_plan, batch = self.option_plan, planner.batch
+        parts, options = self._parts(), option_plan.options
         self.requests = batch.requests if batch.capacity is None else batch.capacity.batch
         choices = [part.prepared.choice for part in parts]
         self.most_cache_bytes = min(choice.kernel.most_cache_bytes(choice.spec) for choice in choices)
@@ -233,10 +233,10 @@ class Binding:
             params = its.params
             params.kv_indices, params.custom_mask = batch.pages.address, batch.mask.address
             params.num_kv_indices = planner.kv_end if options.is_paged else 0
-        plan, partials = combination.slot.memory.data_ptr(), batch.workspaces.partials(options.head_dim_vo)
+        plan, partials = option_plan.slot.memory.data_ptr(), batch.workspaces.partials(options.head_dim_vo)
         self.params.plan = plan + parts[0].offset  # kernels that copy may read it
-        if combination.gathered is not None or self.gathered is not None:
-            self._bind_gathered(combination.gathered)
+        if option_plan.gathered is not None or self.gathered is not None:
+            self._bind_gathered(option_plan.gathered)
         if len(parts) > len(self.parts):
             self.parts.append(self.parts[0].copy())
         self.bound_run.num_parts = len(parts)
@@ -256,18 +256,18 @@ class Binding:
         self.generation = planner.generation
 
     def _list_launches(self, parts: tuple[Part, ...], generation: int) -> None:
-        combination, launches, prepared = self.combination, self.launches, parts[0].prepared
+        option_plan, launches, prepared = self.option_plan, self.launches, parts[0].prepared
         launches.clear()
         tiles = None
         if prepared.mask_tiles is not None:
-            tiles = combination.mask_tiles.address
-            self.params.lane_bits = combination.mask_tiles.lane_bits
-            if not combination.mask_tiles.are_found(generation):
+            tiles = option_plan.mask_tiles.address
+            self.params.lane_bits = option_plan.mask_tiles.lane_bits
+            if not option_plan.mask_tiles.are_found(generation):
                 launches.add_ahead(prepared.mask_tiles, tiles)
         if prepared.gather_rows is not None:
             launches.add_ahead(prepared.gather_rows, ctypes.addressof(self.gather))
         structs = (its.addresses for its in self.parts[: len(parts)])
-        launches.add_parts(parts, structs, tiles, combination.fork)
+        launches.add_parts(parts, structs, tiles, option_plan.fork)
 
     def set_trace(self, stamps: Sequence[torch.Tensor]) -> None:
         """Until the next plan, runs write clock stamps, one tensor for each part of the batch (run/stamps.py); no
@@ -312,7 +312,7 @@ class Binding:
             if copy is not None and self.views[name] is not self.cache_views[name]:
                 tensor_maps.resize_cache(form, copy.end, copy.is_paged, "NHD")
             else:
-                is_paged = self.combination.options.is_paged
+                is_paged = self.option_plan.options.is_paged
                 tensor_maps.resize_cache(form, _leading(cache), is_paged, self.kv_layout)
 
     def _misaligned(self, *addresses: int) -> RunError:
@@ -341,7 +341,7 @@ class Binding:
         tensors, which may have an entry for each token of the run's cache."""
         if self.has_scales(scales):
             return
-        options = self.combination.options
+        options = self.option_plan.options
         if options.latent_format == latent_formats.SCALED:
             self._set_latent_scales(scales, _leading(cache))
             return
@@ -363,7 +363,7 @@ class Binding:
         and output, and those of the tail are relative to it; the kernel applies tensors to elements."""
         _, shared, tail = scales
         if isinstance(shared, torch.Tensor) and shared.dim() == 3:
-            columns = self.combination.options.head_dim_vo
+            columns = self.option_plan.options.head_dim_vo
             wanted = (pages, self.cache_views["K"].page_size, columns // 128)
             k, *k_scale = token_scales(shared, wanted, columns, self.device)
         else:
@@ -380,7 +380,7 @@ class Binding:
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
         """Sinks, [num_qo_heads] fp32 logits that join every row's denominator."""
         if sinks is not None:
-            checks.sinks(sinks, self.combination.options.num_q_heads, self.device)
+            checks.sinks(sinks, self.option_plan.options.num_q_heads, self.device)
         address = None if sinks is None else tensor_memory.address(sinks, "sinks", RunError)
         for its in self.parts:
             its.params.sinks = address

@@ -66,8 +66,8 @@ class Recorder:
         """Called when a run is bound. The binding is stale at once, so that the next run is bound again."""
         if is_capturing(bound.device):
             raise RunError("stamps cannot be recorded while a graph is being captured: record a run outside of it.")
-        combination, launches = bound.combination, bound.launches
-        parts = combination.parts
+        option_plan, launches = bound.option_plan, bound.launches
+        parts = option_plan.parts
         stamps = tuple(
             torch.zeros(row.grid, len(NAMES), dtype=torch.int64, device=bound.device) for row in launches.attentions
         )
@@ -75,4 +75,4 @@ class Recorder:
         bound.generation = 0
         specs = [part.prepared.choice.spec for part in parts]
         kernels, ctas = tuple(spec.kernel for spec in specs), tuple(spec.ctas for spec in specs)
-        self.runs.append(StampedRun(combination.make_plan(), kernels, stamps, ctas))
+        self.runs.append(StampedRun(option_plan.make_plan(), kernels, stamps, ctas))

@@ -125,18 +125,18 @@ class Attention(Unique):
     @property
     def resolved_backend(self) -> str:
         """The name of the kernel of the present plan; names of two kernels are joined by " + "."""
-        return " + ".join(part.prepared.choice.spec.kernel for part in self._last_combination().parts)
+        return " + ".join(part.prepared.choice.spec.kernel for part in self._last_option_plan().parts)
 
     @property
     def last_plan(self) -> Any:
         """The Plan of the last run, or a newer one: work_items(), explain(), to_svg(path)."""
-        return self._last_combination().make_plan()
+        return self._last_option_plan().make_plan()
 
-    def _last_combination(self) -> OptionPlan:
+    def _last_option_plan(self) -> OptionPlan:
         self.require_plan("last_plan")
         bound = getattr(self._local, "bound", None)
         if bound is not None and bound.generation == self.session.generation:
-            return bound.combination
+            return bound.option_plan
         return self.session.active[0]
 
     def require_plan(self, name: str) -> None:
@@ -342,8 +342,8 @@ class Attention(Unique):
     def _bind(self, signature: Any, values: RunOptions, tensors: Tensors) -> Binding:
         """Checks a run that differs from the last one, and finds or makes its structs."""
         self.require_plan("run")
-        combination = self._judge(values, tensors)
-        key = (combination, values, combination.scale_alignment, *(geometry(t) for t in flat(tensors)))
+        option_plan = self._judge(values, tensors)
+        key = (option_plan, values, option_plan.scale_alignment, *(geometry(t) for t in flat(tensors)))
         bindings = self._local.bindings
         try:
             bound = bindings.get(key)
@@ -354,7 +354,7 @@ class Attention(Unique):
         if bound is None:
             if len(bindings) >= _MOST_BINDINGS:
                 bindings.clear()
-            bound = Binding(self.session, self.kv_layout, values, combination, tensors)
+            bound = Binding(self.session, self.kv_layout, values, option_plan, tensors)
             bindings[key] = bound
         if bound.generation != self.session.generation:
             bound.refresh(self.session)

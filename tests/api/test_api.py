@@ -81,7 +81,7 @@ def test_run_time_variations_are_planned_again(batch: Batch) -> None:
     close(wrapper.forward(batch.q, batch.cache, causal=True), batch.expected(batch.q, causal=True))
     assert len(wrapper._planner.active) == 2
     plan_prefill(wrapper, batch)
-    generations = {combination.generation for combination in wrapper._planner.active}
+    generations = {option_plan.generation for option_plan in wrapper._planner.active}
     assert generations == {wrapper._planner.generation}
     close(wrapper.run(batch.q, batch.cache), batch.expected(batch.q))
 

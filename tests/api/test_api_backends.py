@@ -300,7 +300,7 @@ def test_who_merges_in_its_launch_is_given_no_merge(merges_in_launch: bool, monk
     wrapper.plan(*lengths, 4, 2, 64, 16, q_data_type=torch.float32, fixed_split_size=8)  # five pieces
     wrapper.run(torch.zeros(1, 4, 64), torch.zeros(40, 2, 16, 2, 64))
     structs = wrapper._attention._local.bound
-    assert structs.combination.parts[0].num_merges > 0
+    assert structs.option_plan.parts[0].num_merges > 0
     assert structs.args.count == (1 if merges_in_launch else 2)
 
 

@@ -43,12 +43,12 @@ def test_one_launch_serves_every_batch(make: Callable[[str], Steps], captured: i
 def places_of(wrapper: Any) -> tuple[Any, ...]:
     """The addresses and sizes that a captured launch holds."""
     planner = wrapper._planner
-    combination = planner.active[0]
-    part = combination.parts[0]
+    option_plan = planner.active[0]
+    part = option_plan.parts[0]
     return (
-        combination.slot.memory.data_ptr(),
+        option_plan.slot.memory.data_ptr(),
         planner.indices.address,
-        planner.workspaces.partials(combination.options.head_dim_vo),
+        planner.workspaces.partials(option_plan.options.head_dim_vo),
         part.num_ctas,
         part.cluster_size,
         part.num_merges,

@@ -185,7 +185,7 @@ def test_options_of_earlier_runs_take_no_memory() -> None:
     for window in range(200):
         plan(wrapper)
         wrapper.run(Q, KV, window_left=window)
-    assert len(wrapper._planner._variations) <= 2
+    assert len(wrapper._planner._of_overrides) <= 2
 
 
 def test_plans_that_a_graph_captured_stay() -> None:

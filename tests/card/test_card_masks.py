@@ -79,7 +79,7 @@ def exact(tensors: tuple[torch.Tensor, ...], given: list[torch.Tensor]) -> torch
 def test_a_card_finds_the_tiles_that_the_host_finds(tensors: tuple[torch.Tensor, ...]) -> None:
     packed = pack_bits(masks(1))
     wrapper = planned(packed_custom_mask=packed.to(DEVICE))
-    if wrapper._attention._last_combination().prepared.mask_tiles is None:
+    if wrapper._attention._last_option_plan().prepared.mask_tiles is None:
         pytest.skip("this card's kernel takes no mask tiles")
     wrapper.run(*tensors)
     check_tiles(wrapper, packed.data_ptr(), lambda params: native().find_mask_tiles(params, 3))
@@ -87,11 +87,11 @@ def test_a_card_finds_the_tiles_that_the_host_finds(tensors: tuple[torch.Tensor,
 
 def check_tiles(wrapper: Any, bits: int | None, find: Callable[[Any], None]) -> None:
     """Compares the tiles after the last run with those that `find` finds on the host."""
-    planner, combination = wrapper._planner, wrapper._attention._last_combination()
-    found = combination.mask_tiles.cells.tensor.cpu()
-    combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
-    params = host.MaskTilesParams.from_buffer_copy(combination.mask_tiles.params)
-    plan_bytes = np.frombuffer(combination.slot.last_bytes(), np.uint8).copy()
+    planner, option_plan = wrapper._planner, wrapper._attention._last_option_plan()
+    found = option_plan.mask_tiles.cells.tensor.cpu()
+    option_plan.mask_tiles.bind(planner.batch, option_plan.prepared, option_plan.slot)
+    params = host.MaskTilesParams.from_buffer_copy(option_plan.mask_tiles.params)
+    plan_bytes = np.frombuffer(option_plan.slot.last_bytes(), np.uint8).copy()
     on_host = torch.zeros_like(found)
     params.plan, params.custom_mask, params.cells = plan_bytes.ctypes.data, bits, on_host.data_ptr()
     find(ctypes.byref(params))
@@ -111,9 +111,9 @@ def test_bits_are_looked_at_once_a_plan(tensors: tuple[torch.Tensor, ...]) -> No
     bits = pack_bits(masks(7)).to(DEVICE)
     wrapper = planned(packed_custom_mask=bits)
     wrapper.run(*tensors)
-    if wrapper._attention._last_combination().prepared.mask_tiles is None:
+    if wrapper._attention._last_option_plan().prepared.mask_tiles is None:
         pytest.skip("this card's kernel takes no mask tiles")
-    assert wrapper._attention._last_combination().mask_tiles.are_found(wrapper._planner.generation)
+    assert wrapper._attention._last_option_plan().mask_tiles.are_found(wrapper._planner.generation)
     expected = exact(tensors, masks(7))
     in_window = [
         mask & (torch.arange(kv) >= torch.arange(kv - q, kv)[:, None] - 300)
@@ -217,7 +217,7 @@ def test_tiles_of_functions(
     function: Callable[..., Any], captured: torch.Tensor, options: dict[str, Any], tensors: tuple[torch.Tensor, ...]
 ) -> None:
     wrapper = planned(variant=Variant(mask_mod=function(captured.to(DEVICE))), **options)
-    if wrapper._attention._last_combination().prepared.mask_tiles is None:
+    if wrapper._attention._last_option_plan().prepared.mask_tiles is None:
         pytest.skip("this card's kernel takes no mask tiles")
     out, lse = wrapper.run(*tensors, return_lse=True)
     expected = exact(tensors, seen(function(captured), **options))

@@ -201,7 +201,7 @@ def bound() -> Any:
 
 def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> None:
     structs, batch = bound.structs, bound.batch
-    part, prepared = structs.parts[0], structs.combination.prepared
+    part, prepared = structs.parts[0], structs.option_plan.prepared
     assert part.boxes is None and structs.launches.attentions[0].boxes is None and structs.params.box_tokens == 0
     choice = dataclasses.replace(prepared.choice, spec=dataclasses.replace(prepared.choice.spec, loader="boxes"))
 
@@ -257,6 +257,6 @@ def test_a_trace_lasts_until_it_is_taken_off(bound: Any, monkeypatch: pytest.Mon
     stamps = torch.zeros(4, 8, dtype=torch.int64)
     structs.set_trace([stamps])
     assert (structs.launches.attentions[0].kernel, structs.params.trace) == (4711, stamps.data_ptr())
-    assert requested == [dataclasses.replace(structs.combination.prepared.choice.spec, trace=True)]
+    assert requested == [dataclasses.replace(structs.option_plan.prepared.choice.spec, trace=True)]
     structs.set_trace([])
     assert (structs.launches.attentions[0].kernel, structs.params.trace) == (plain, None)

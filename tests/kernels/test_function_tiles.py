@@ -162,14 +162,14 @@ def test_a_wrapper_binds_memory_for_its_plan(
     """Uses a CPU plan, with a CPU kernel that is marked to need mask tiles."""
     monkeypatch.setattr(choose, "_mask_source", lambda *_: "function")
     planner = planned(Variant(mask_mod=function), fixed_split_size=fixed_split_size, causal=True, window_left=400)
-    combination = planner.active[0]
-    combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
-    params = combination.mask_tiles.params
+    option_plan = planner.active[0]
+    option_plan.mask_tiles.bind(planner.batch, option_plan.prepared, option_plan.slot)
+    params = option_plan.mask_tiles.params
     variant = VARIANTS[function.__name__]
     function_tiles(variant.spec)(ctypes.byref(params), ctypes.byref(variant_args(variant)), 3)
-    cells = combination.mask_tiles.cells.tensor
+    cells = option_plan.mask_tiles.cells.tensor
     num_units = int(cells[0]) & 0xFFFFFFFF
-    assert num_units == int(combination.make_plan().work_items()["num_units"].sum())
+    assert num_units == int(option_plan.make_plan().work_items()["num_units"].sum())
     assert params.queue_begin + 4 * num_units <= cells.numel()
     assert (params.causal, params.window_left, params.custom_mask) == (1, 400, None)
     assert params.tile_heads == (2 if function is reach_of_heads else 1)

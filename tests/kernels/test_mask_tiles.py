@@ -183,16 +183,16 @@ def test_a_wrapper_binds_memory_for_its_plan(fixed_split_size: int | None) -> No
     mask = torch.tril(torch.ones(500, 500)).bool().ravel()
     wrapper = wrapper_with_mask(fixed_split_size, torch.cat([mask, mask]), [500, 500])
     planner = wrapper._planner
-    combination = planner.active[0]
-    tiles = combination.mask_tiles
+    option_plan = planner.active[0]
+    tiles = option_plan.mask_tiles
     params = tiles.params
-    combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
+    option_plan.mask_tiles.bind(planner.batch, option_plan.prepared, option_plan.slot)
     cells = tiles.cells.tensor
     native().find_mask_tiles(ctypes.byref(params), 3)
     num_units = int(cells[0]) & 0xFFFFFFFF
-    assert num_units == int(combination.make_plan().work_items()["num_units"].sum())
+    assert num_units == int(option_plan.make_plan().work_items()["num_units"].sum())
     assert params.queue_begin + 4 * num_units <= params.list_begin < params.lanes_begin < cells.numel()
-    combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
+    option_plan.mask_tiles.bind(planner.batch, option_plan.prepared, option_plan.slot)
     assert tiles.cells.tensor is cells, "every layer uses the same memory"
 
 

@@ -133,10 +133,10 @@ def test_boxes_have_all_pages(page: int) -> None:
     choice = choose_for_card(Problem(read, 4096), devices.H200)
     prepared: Any = SimpleNamespace(choice=choice, read=read, schedule=SimpleNamespace(tile_q=128))
     part = BoundPart(options)
-    combination = SimpleNamespace(options=options)
+    option_plan = SimpleNamespace(options=options)
     binding: Any = SimpleNamespace(
         parts=[part],
-        combination=combination,
+        option_plan=option_plan,
         kv_layout="NHD",
         cache_views=dict.fromkeys("KV"),
         gather=native.WidenPagesParams(),

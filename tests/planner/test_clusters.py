@@ -121,9 +121,9 @@ def test_one_launch_serves_plans_of_both_kinds(captured: int, device: str, monke
     wrapper = steps.wrapper(use_cuda_graph=True, **steps.capacity)
     steps.load(0)
     steps.plan(wrapper, 0)
-    schedule, combination = schedule_of(wrapper), wrapper._planner.active[0]
+    schedule, option_plan = schedule_of(wrapper), wrapper._planner.active[0]
     clusters = tuple(schedule.clusters)
-    part = combination.parts[0]
+    part = option_plan.parts[0]
     assert clusters[2] * 4 == schedule.num_ctas == part.num_ctas and part.cluster_size == 4
     choose(schedule, captured)
     steps.plan(wrapper, 0)
@@ -138,6 +138,6 @@ def test_one_launch_serves_plans_of_both_kinds(captured: int, device: str, monke
         sizes.add(wrapper.last_plan.result.cluster_size)
         replay()
         steps.check(i, Outputs(steps.out, steps.lse))
-        part = combination.parts[0]
+        part = option_plan.parts[0]
         assert (part.num_ctas, part.cluster_size) == (schedule.num_ctas, 4)
     assert sizes == {0, 4}

@@ -352,12 +352,12 @@ def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
     batch = Batch(dataclasses.replace(TWO, cache="fused"))
     batch.run()
     bound = batch.wrapper._attention._local.bound
-    choice = bound.combination.prepared.choice
+    choice = bound.option_plan.prepared.choice
     capability = dataclasses.replace(choice.kernel, row_boxes=True)
     spec = dataclasses.replace(choice.spec, loader="boxes")
     changed = dataclasses.replace(choice, kernel=capability, spec=spec)
     (part,) = bound.parts
-    prepared = bound.combination.prepared
+    prepared = bound.option_plan.prepared
     part.bind_boxes(SimpleNamespace(choice=changed, schedule=prepared.schedule, read=prepared.read), bound.views)
     bound.point(batch.runner.q(), batch.runner.kv()[0], torch.empty_like(batch.runner.q()), None)
     read = part.boxes

@@ -87,7 +87,7 @@ class CapturedRuns:
 
     def _run(self, attention: Attention) -> int:
         bound = attention._local.bound
-        structs = [bound.gather, bound.variant, bound.combination.mask_tiles.params]
+        structs = [bound.gather, bound.variant, bound.option_plan.mask_tiles.params]
         structs += [struct for part in bound.parts for struct in (part.params, part.merge)]
         known = {ctypes.addressof(struct): struct for struct in structs}
         args = native.RunArgs.from_buffer_copy(bound.args)
