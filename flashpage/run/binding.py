@@ -122,7 +122,7 @@ class Binding:
     def _bind_views(self, copied: dict[str, kv_view.View], reads_q: bool = True) -> None:
         """Sets K and V as the attention kernel reads them, and chooses the structs that get the addresses of q and of
         the cache: those of the kernel before for what is `copied`, and for q unless the attention kernel `reads_q`."""
-        params, bound = self.params, self.bound_run.parts[0]
+        params, pointers = self.params, self.bound_run.parts[0]
         self.views = self.cache_views | copied
         for side, view in ((params.k, self.views["K"]), (params.v, self.views["V"])):
             side.page_stride, side.token_stride, side.head_stride = (
@@ -131,12 +131,12 @@ class Binding:
                 view.head_stride,
             )
         ahead = params if copied is self.cache_views else self.gather
-        bound.q = _address_of_q(params if reads_q else self.gather)
-        bound.k_view = ctypes.addressof(ahead.k)
-        bound.v_view = ctypes.addressof(ahead.v if "V" in copied else params.v)
+        pointers.q = _address_of_q(params if reads_q else self.gather)
+        pointers.k_view = ctypes.addressof(ahead.k)
+        pointers.v_view = ctypes.addressof(ahead.v if "V" in copied else params.v)
         self.scale_holder = ahead if isinstance(ahead, native.WidenPagesParams) else params
-        bound.key_scales = ctypes.addressof(self.scale_holder.key_scales)
-        bound.value_scales = ctypes.addressof(self.scale_holder.value_scales)
+        pointers.key_scales = ctypes.addressof(self.scale_holder.key_scales)
+        pointers.value_scales = ctypes.addressof(self.scale_holder.value_scales)
 
     def _bind_scales(self, views: tuple[kv_view.View | None, kv_view.View | None]) -> None:
         """Sets the strides of the scales of formats; point_scales sets their addresses."""
@@ -164,7 +164,7 @@ class Binding:
             for other, output in zip(("out", "lse"), written, strict=True):
                 if output is not None:
                     tensor_memory.check_apart(output, other, tensor, name, RunError)
-            for holder in (self.scale_holder, *(its.params for its in self.parts[1:])):
+            for holder in (self.scale_holder, *(bound.params for bound in self.parts[1:])):
                 (holder.value_scales if i else holder.key_scales).data = address
 
     def _bind_gathered(self, copy: gather_rows.Copy | None) -> None:
@@ -229,8 +229,8 @@ class Binding:
         self.most_cache_bytes = min(choice.kernel.most_cache_bytes(choice.spec) for choice in choices)
         if not self.has_numbers:  # scales of requests must be as many as the new plan's
             self.scales = (None, None, None)  # which is not NO_SCALES
-        for its in self.parts:
-            params = its.params
+        for bound in self.parts:
+            params = bound.params
             params.kv_indices, params.custom_mask = batch.pages.address, batch.mask.address
             params.num_kv_indices = planner.kv_end if options.is_paged else 0
         plan, partials = option_plan.slot.memory.data_ptr(), batch.workspaces.partials(options.head_dim_vo)
@@ -240,15 +240,16 @@ class Binding:
         if len(parts) > len(self.parts):
             self.parts.append(self.parts[0].copy())
         self.bound_run.num_parts = len(parts)
-        for part, its, bound in zip(parts, self.parts, self.bound_run.parts, strict=False):
-            its.use_plan(part, plan, *partials)
-            its.use_boxes(part.prepared, self.views, self.gathered)
-            bound.params, bound.merge_params = ctypes.addressof(its.params), ctypes.addressof(its.merge)
-            if its is not self.parts[0]:
-                bound.q = _address_of_q(its.params)
-                bound.k_view, bound.v_view = ctypes.addressof(its.params.k), ctypes.addressof(its.params.v)
-                bound.key_scales = ctypes.addressof(its.params.key_scales)
-                bound.value_scales = ctypes.addressof(its.params.value_scales)
+        for part, bound, pointers in zip(parts, self.parts, self.bound_run.parts, strict=False):
+            bound.use_plan(part, plan, *partials)
+            bound.use_boxes(part.prepared, self.views, self.gathered)
+            params = bound.params
+            pointers.params, pointers.merge_params = ctypes.addressof(params), ctypes.addressof(bound.merge)
+            if bound is not self.parts[0]:  # whose pointers _bind_views sets
+                pointers.q = _address_of_q(params)
+                pointers.k_view, pointers.v_view = ctypes.addressof(params.k), ctypes.addressof(params.v)
+                pointers.key_scales = ctypes.addressof(params.key_scales)
+                pointers.value_scales = ctypes.addressof(params.value_scales)
         if options.needs_variant:
             self.traced = trace(options, self.values.logits_soft_cap, self.device)
             fill_variant(self.variant, self.traced)
@@ -266,7 +267,7 @@ class Binding:
                 launches.add_ahead(prepared.mask_tiles, tiles)
         if prepared.gather_rows is not None:
             launches.add_ahead(prepared.gather_rows, ctypes.addressof(self.gather))
-        structs = (its.addresses for its in self.parts[: len(parts)])
+        structs = (bound.addresses for bound in self.parts[: len(parts)])
         launches.add_parts(parts, structs, tiles, option_plan.fork)
 
     def set_trace(self, stamps: Sequence[torch.Tensor]) -> None:
@@ -274,12 +275,12 @@ class Binding:
         tensors: until now."""
         launches, parts = self.launches.attentions, self._parts()
         self.stamps = tuple(stamps)
-        for i, (launch, its, part) in enumerate(zip(launches, self.parts, parts, strict=False)):
+        for i, (launch, bound, part) in enumerate(zip(launches, self.parts, parts, strict=False)):
             kernel = part.prepared.attention
             if stamps:
                 kernel = jit.get_kernel(dataclasses.replace(kernel.spec, trace=True), self.device)
             launch.kernel = kernel.handle
-            its.params.trace = stamps[i].data_ptr() if stamps else None
+            bound.params.trace = stamps[i].data_ptr() if stamps else None
 
     def point(self, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Sets and checks the addresses of a run that C cannot bind itself."""
@@ -301,9 +302,9 @@ class Binding:
         """Takes as many rows and pages as the tensors have: in tensor maps, and in the kernel that copies pages."""
         if self.gathered is not None and not isinstance(self.gather, native.GatherRowsParams):
             self.gather.num_pages = _leading(cache)
-        for its in self.parts:
-            if its.boxes is not None:
-                self._resize(its.boxes, q, cache)
+        for bound in self.parts:
+            if bound.boxes is not None:
+                self._resize(bound.boxes, q, cache)
 
     def _resize(self, found: native.KvBoxes, q: torch.Tensor, cache: Any) -> None:
         tensor_maps.resize_rows(found, q.shape[0])
@@ -351,7 +352,7 @@ class Binding:
         of_out = out_scale_of(scales[3] if len(scales) > 3 else None, options.out_dtype, self.device)
         score_scale = checks.real("sm_scale * q_scale * k_scale", self.sm_scale * q * k, error=RunError)
         value_scale = checks.real("v_scale / o_scale", v / of_out.number, error=RunError)
-        for params in (its.params for its in self.parts):
+        for params in (bound.params for bound in self.parts):
             params.q_scale, params.q_scale_stride, params.q_scale_request_stride = q_scale
             params.k_scale, params.k_scale_stride, params.k_scale_request_stride = k_scale
             params.v_scale, params.v_scale_stride, params.v_scale_request_stride = v_scale
@@ -371,7 +372,7 @@ class Binding:
         v, *v_scale = scale_of(tail, "v_scale", 1, self.device)
         if not k > 0:
             raise RunError(f"k_scale={k}: pass a positive number.")
-        for params in (its.params for its in self.parts):
+        for params in (bound.params for bound in self.parts):
             params.k_scale, params.k_scale_stride = k_scale[:2]
             params.v_scale, params.v_scale_stride = v_scale[:2]
             params.score_scale, params.value_scale, params.tail_scale = self.sm_scale * k, k, v / k
@@ -382,8 +383,8 @@ class Binding:
         if sinks is not None:
             checks.sinks(sinks, self.option_plan.options.num_q_heads, self.device)
         address = None if sinks is None else tensor_memory.address(sinks, "sinks", RunError)
-        for its in self.parts:
-            its.params.sinks = address
+        for bound in self.parts:
+            bound.params.sinks = address
         self.sinks = sinks
 
 
