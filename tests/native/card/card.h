@@ -22,6 +22,8 @@ inline Dim threadIdx, blockIdx, gridDim;
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float number) { return std::bit_cast<unsigned>(number); }
 
 namespace card {
 

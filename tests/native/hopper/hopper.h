@@ -30,8 +30,6 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline int __clz(unsigned bits) { return std::countl_zero(bits); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
-inline unsigned __float_as_uint(float number) { return std::bit_cast<unsigned>(number); }
 inline int __float_as_int(float number) { return std::bit_cast<int>(number); }
 inline void __syncwarp() { card::meet(card::warps[card::fiber / 32].meeting); }
 inline bool __any_sync(unsigned lanes, bool vote) { return __ballot_sync(lanes, vote) != 0; }
