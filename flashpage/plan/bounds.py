@@ -46,22 +46,31 @@ def workspace_bounds(
     """Bytes of the float and the int workspace that no batch within these sizes exceeds, whether planned as a whole or
     in parts."""
     prepared = PreparedKernels(options, choose.packed_rows(options, batch, total_q), device)
-    float_bytes, int_bytes = bounds_of(prepared, batch, total_q, total_kv)
+    num_ctas = prepared.schedule.num_ctas
+    sizes = batch, total_q, total_kv
     units = most_units(options, prepared.schedule.tile_q, batch, total_q)
-    of_graph = with_one_cluster_size(prepared.schedule, units)[0]
-    float_of_graph, int_of_graph = _bounds(options, of_graph, batch, total_q, total_kv)
-    float_bytes, int_bytes = max(float_bytes, float_of_graph), max(int_bytes, int_of_graph)
+    candidates = [
+        bounds_of(prepared, *sizes),
+        _bounds(options, with_one_cluster_size(prepared.schedule, units)[0], *sizes),  # as a graph plans
+        _bounds_of_fewer_rows(prepared, *sizes, device),
+        _bounds_of_parts(options, *sizes, num_ctas, device),
+    ]
     for contexts in ContextLengths(options, devices.of(device)).classes:
-        of_class = _bounds_of_class(contexts, options, batch, total_q, total_kv, prepared.schedule.num_ctas, device)
-        float_bytes, int_bytes = max(float_bytes, of_class[0]), max(int_bytes, of_class[1])
-    of_fewer = _bounds_of_fewer_rows(prepared, batch, total_q, total_kv, device)
-    float_bytes, int_bytes = max(float_bytes, of_fewer[0]), max(int_bytes, of_fewer[1])
-    float_of_parts = int_of_parts = 0
-    for schedule in largest_schedules(options, prepared.schedule.num_ctas, device):
+        candidates.append(_bounds_of_class(contexts, options, *sizes, num_ctas, device))
+    float_bytes, int_bytes = zip(*candidates, strict=True)
+    return max(float_bytes), max(int_bytes)
+
+
+def _bounds_of_parts(
+    options: Options, batch: int, total_q: int, total_kv: int, num_ctas: int, device: torch.device
+) -> tuple[int, int]:
+    """Bounds for batches planned in parts, whose plans and partial results lie one after the other."""
+    float_bytes = int_bytes = 0
+    for schedule in largest_schedules(options, num_ctas, device):
         of_part = _bounds(options, schedule, batch, total_q, total_kv)
-        float_of_parts += of_part[0]
-        int_of_parts += -(-of_part[1] // 16) * 16  # a plan starts on 16 bytes
-    return max(float_bytes, float_of_parts), max(int_bytes, int_of_parts)
+        float_bytes += of_part[0]
+        int_bytes += -(-of_part[1] // 16) * 16  # a plan starts on 16 bytes
+    return float_bytes, int_bytes
 
 
 def _bounds_of_fewer_rows(
