@@ -56,13 +56,13 @@ class OptionPlan:
         "_contexts",
         "_fixed_for",
         "_frozen_rows",
-        "_is_of_all",
+        "_gather_policy",
         "_parts",
         "_plan",
         "_planned_variant",
         "_prepared",
+        "_serves_every_plan",
         "_whole",
-        "_worth_gathering",
         "call",
         "fork",
         "gathered",
@@ -82,10 +82,10 @@ class OptionPlan:
         self.mask_tiles = MaskTiles(batch.device)
         self.gathered: gather_rows.Copy | None = None  # of the present plan; None: K and V are read in place
         self._whole: PreparedKernels  # kernels of the present plan, if it has one part
-        self._is_of_all = False  # launches have the shape that serves every plan
+        self._serves_every_plan = False  # whether launches have one shape: of a graph, or planned on the device
         self._parts: MixedBatchPlan | None = None  # known after the first plan's kernels
         self._contexts = ContextLengths(options, batch.card)
-        self._worth_gathering = gather_rows.GatherPolicy(options, batch.card)
+        self._gather_policy = gather_rows.GatherPolicy(options, batch.card)
         # If a batch cannot change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = choose.packed_rows(options, 0, 0) if is_constant else 0
@@ -107,7 +107,7 @@ class OptionPlan:
         problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
         call.weighs_rows = not (batch.is_graph or batch.capacity or options.is_latent or options.is_batch_invariant)
         may_gather = not batch.is_graph and gather_rows.runs_on(batch.device)
-        least = self._worth_gathering.least() if may_gather else (math.inf, math.inf)
+        least = self._gather_policy.least() if may_gather else (math.inf, math.inf)
         call.gathered_rows_of_request, call.gathered_rows = least
         return call
 
@@ -119,7 +119,7 @@ class OptionPlan:
         if self._parts is not None and self.call.made_parts:
             return self._parts.made()
         whole, result = self._whole, self.call.result
-        if self._is_of_all:  # all CTAs; those without work in a plan return at once
+        if self._serves_every_plan:  # all CTAs; those without work in a plan return at once
             return (Part(whole, result, whole.schedule.num_ctas, _ALL_MERGES, whole.cluster_size),)
         return (Part(whole, result, result.num_ctas, whole.merges_after(result), result.cluster_size),)
 
@@ -187,7 +187,7 @@ class OptionPlan:
         if self._contexts.may_differ and not batch.is_graph:
             contexts = self._contexts.of_batch(self._address)
             call.contexts = CLASSES.index(contexts)
-        self.gathered, self._is_of_all = gathered, batch.is_graph
+        self.gathered, self._serves_every_plan = gathered, batch.is_graph
         typical = (1, struct.typical_rows) if call.weighs_rows else (requests, rows)
         self._whole = whole = self._prepared_for(batch, *typical, contexts=contexts, gathers=gathered is not None)
         call.schedule = whole.schedule_address
@@ -235,7 +235,7 @@ class OptionPlan:
         if batch.is_graph or batch.row_runs is not None or not gather_rows.runs_on(batch.device):
             return None
         partials = batch.workspaces.partials(self.options.head_dim_vo)
-        return self._worth_gathering.copy_for(batch.struct, batch.entries, partials)
+        return self._gather_policy.copy_for(batch.struct, batch.entries, partials)
 
     def _make_int_room(self, batch: Batch, needed: int) -> bool:
         """Gives the slot more memory for a plan of that many bytes, unless a graph may read it; returns whether it
@@ -274,7 +274,7 @@ class OptionPlan:
 
     def prepare_on_device(self, batch: Batch, tables: TableLengths) -> None:
         """Chooses the kernels for lengths on the device, and checks that the workspaces suffice."""
-        self.gathered, self._is_of_all, self.call.made_parts = None, True, 0
+        self.gathered, self._serves_every_plan, self.call.made_parts = None, True, 0
         self.choose_again()
         self._whole = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)

@@ -33,12 +33,21 @@ class PreparedKernels:
     threads.
 
     `fixed_for`: requests and rows of a graph's largest batch, whose launches all have one shape; None: each launch has
-    the shape of its plan. `gathers`: the attention kernel reads copies that another kernel makes.
+    the shape of its plan. `gathers`: the attention kernel reads copies that another kernel makes, and
+    `attention_options` describe them.
     """
 
     __slots__ = (
         *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "merge_ctas"),
-        *("most_merge_ctas", "most_merge_rounds", "options", "problem", "read", "schedule", "schedule_address"),
+        *(
+            "most_merge_ctas",
+            "most_merge_rounds",
+            "options",
+            "problem",
+            "attention_options",
+            "schedule",
+            "schedule_address",
+        ),
         "_on_eight",
     )
 
@@ -54,8 +63,8 @@ class PreparedKernels:
     ) -> None:
         self.options = options
         self.problem = Problem(options, packed_rows, has_known_lengths=has_known_lengths, contexts=contexts)
-        self.read = gather_rows.as_rows(options) if gathers else options
-        problem = dataclasses.replace(self.problem, options=self.read)
+        self.attention_options = gather_rows.as_rows(options) if gathers else options
+        problem = dataclasses.replace(self.problem, options=self.attention_options)
         self.choice = choose.choose(problem, device, trace(options, 1.0, device).spec)
         if gathers:
             self.choice = dataclasses.replace(self.choice, reasons=(*self.choice.reasons, gather_rows.note_of(options)))

@@ -60,7 +60,7 @@ class BoundPart:
     def bind_boxes(self, prepared: PreparedKernels, views: dict[str, View]) -> None:
         """Makes tensor maps of K, V, q and out if the kernel uses them; sets tokens and rows of their boxes in
         `params`."""
-        spec, options, params = prepared.choice.spec, prepared.read, self.params
+        spec, options, params = prepared.choice.spec, prepared.attention_options, self.params
         tile, is_paged = spec.tile, spec.kv_source != "ragged"  # rows that were gathered from pages are ragged
         page_size = options.page_size if is_paged else 0
         element_bytes = options.kv_dtype.size

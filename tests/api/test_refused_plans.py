@@ -119,7 +119,7 @@ def test_a_refused_plan_on_the_device_leaves_no_kernels() -> None:
         plan_on_device(wrapper, tokens=40000)
     plan(wrapper)
     first = wrapper._planner.active[0]
-    assert first.call.schedule == first.prepared.schedule_address and not first._is_of_all
+    assert first.call.schedule == first.prepared.schedule_address and not first._serves_every_plan
 
 
 def test_launches_of_a_graph_have_the_shape_of_its_first_plan_that_succeeds() -> None:

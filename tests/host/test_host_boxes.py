@@ -205,9 +205,11 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     assert part.boxes is None and structs.launches.attentions[0].boxes is None and structs.params.box_tokens == 0
     choice = dataclasses.replace(prepared.choice, spec=dataclasses.replace(prepared.choice.spec, loader="boxes"))
 
-    def bind(options: Options = prepared.read, **changed: Any) -> None:
+    def bind(options: Options = prepared.attention_options, **changed: Any) -> None:
         changes = dataclasses.replace(choice, **changed)
-        part.bind_boxes(SimpleNamespace(choice=changes, schedule=prepared.schedule, read=options), structs.views)
+        part.bind_boxes(
+            SimpleNamespace(choice=changes, schedule=prepared.schedule, attention_options=options), structs.views
+        )
 
     bind()
     read = part.boxes
@@ -236,7 +238,7 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     spec = dataclasses.replace(choice.spec, loader="converted")
     bind(kernel=capability, spec=spec)
     assert part.boxes is None and structs.params.box_tokens == 0  # loaded by rows: these pages are too small for boxes
-    bind(dataclasses.replace(prepared.read, page_size=16), kernel=capability, spec=spec)
+    bind(dataclasses.replace(prepared.attention_options, page_size=16), kernel=capability, spec=spec)
     read = part.boxes
     assert structs.params.box_tokens == read.v.box[1] == 16
     assert structs.params.query_box_rows == read.q.element_bytes == 0  # the kernel converts q, so it loads it by rows

@@ -358,7 +358,10 @@ def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
     changed = dataclasses.replace(choice, kernel=capability, spec=spec)
     (part,) = bound.parts
     prepared = bound.option_plan.prepared
-    part.bind_boxes(SimpleNamespace(choice=changed, schedule=prepared.schedule, read=prepared.read), bound.views)
+    part.bind_boxes(
+        SimpleNamespace(choice=changed, schedule=prepared.schedule, attention_options=prepared.attention_options),
+        bound.views,
+    )
     bound.point(batch.runner.q(), batch.runner.kv()[0], torch.empty_like(batch.runner.q()), None)
     read = part.boxes
     for form in (read.k, read.v):
