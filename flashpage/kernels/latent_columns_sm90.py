@@ -1,13 +1,12 @@
-"""Attention of many packed rows over latent rows (MLA) on Hopper, by pairs of CTAs: each loads half of the columns. It
-takes what boxes do not bring: single rows (small pages, lists), and rows in fp8."""
+"""Attention of many packed rows over latent rows (MLA) in fp8 on Hopper, by pairs of CTAs: each converts half of the
+columns."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from . import latent_wide_sm90, wgmma_source
-from .ahead import ONE_TOKEN, latent_rows, listed_rows
-from .kernel import ANY_BYTES
+from . import latent_formats, latent_wide_sm90, wgmma_source
+from .ahead import listed_rows
 from .latent_decode_sm90 import loader, traits
 from .latent_wide_sm90 import ROWS, many_rows, packed_rows
 from .spec import KernelSpec
@@ -20,7 +19,7 @@ _MOST_STAGES = 8  # the header uses as many as fit
 
 def _most_cache_bytes(spec: KernelSpec) -> int:
     """Converting warps keep a row's place as 32 bits, in units of 16 bytes (convert.h)."""
-    return ANY_BYTES if spec.kv_dtype is spec.q_dtype else 1 << 36
+    return 1 << 36
 
 
 def _tile(work: Work) -> Tile:
@@ -29,14 +28,14 @@ def _tile(work: Work) -> Tile:
     return Tile(row_tiles * ROWS, _TOKENS, warps_q=4, warps_kv=2, stages=_MOST_STAGES, ctas=2)
 
 
-def _no_boxes(work: Work) -> str | None:
-    return "boxes bring the rows: latent_wide_sm90 takes them" if loader(work.options) == "boxes" else None
+def _in_fp8(work: Work) -> str | None:
+    is_plain = work.options.latent_format == latent_formats.PLAIN
+    return "the rows need no conversion: latent_wide_sm90 takes them" if is_plain else None
 
 
 def _columns_of_product(spec: KernelSpec) -> int:
-    """All value columns of a CTA, or half of them where rows are converted: a launch with converting warps has too few
-    registers for the larger product."""
-    return spec.head_dim_vo // (4 if spec.kv_dtype.is_fp8 else 2)
+    """Half of the value columns of a CTA: a launch with converting warps has too few registers for all."""
+    return spec.head_dim_vo // 4
 
 
 def _value_columns(work: Work) -> str | None:
@@ -50,7 +49,7 @@ KERNEL = dataclasses.replace(
     name="latent_columns_sm90",
     header="flashpage/kernels/latent_columns_sm90/kernel.h",
     cpp="LatentColumnsSm90<Traits>",
-    accepts=(many_rows, _no_boxes, _value_columns, *latent_wide_sm90.OPTIONS),
+    accepts=(many_rows, _in_fp8, _value_columns, *latent_wide_sm90.OPTIONS),
     loader=loader,
     tile=_tile,
     most_cache_bytes=_most_cache_bytes,
@@ -59,5 +58,5 @@ KERNEL = dataclasses.replace(
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",
     context_rows=lambda options, card: [],
     context_tile=lambda spec, contexts: None,
-    ahead=(*latent_rows(64, 128, page_size=ONE_TOKEN), *listed_rows(64, 128)),
+    ahead=listed_rows(64, 128),
 )

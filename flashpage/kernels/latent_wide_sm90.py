@@ -1,4 +1,5 @@
-"""Attention of many packed rows over latent rows (MLA) that boxes bring, on Hopper: 64 in a CTA, or 128 in a pair."""
+"""Attention of many packed rows over latent rows (MLA) on Hopper: 64 in a CTA or, if boxes bring the rows, 128 in a
+pair."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ import math
 
 from .. import native
 from . import latent_formats, wgmma_source
-from .ahead import latent_rows
+from .ahead import ONE_TOKEN, latent_rows
 from .context_classes import ANY_ROWS, ContextClass, context_row
 from .devices import Device
-from .kernel import HALF, LATENT_OUT, AttentionKernel, capability, dtypes
+from .kernel import ANY_BYTES, HALF, LATENT_OUT, AttentionKernel, capability, dtypes
 from .latent_decode_sm90 import KERNEL as NARROW
 from .latent_decode_sm90 import only_latent_rows, plain, same_type, traits
 from .options import Options
@@ -35,8 +36,9 @@ SIDE_BY_SIDE_NOTE = "tile: two pairs of CTAs compute a request's row tiles side 
 
 
 def _tile(work: Work) -> Tile:
+    """Units of one CTA, or of a pair for more rows. CTAs that load single rows are not paired: each would load all."""
     single, options = Tile(ROWS, _TOKENS, warps_q=4, warps_kv=1, stages=_STAGES, warps_v=2), work.options
-    if packed_rows(work) <= ROWS:
+    if packed_rows(work) <= ROWS or boxes_or_rows(options) == "rows":
         return single
     tile = single.paired()
     tiles, wide = -(-options.uniform_q_len * options.group_size // tile.tile_q), _side_by_side(tile)
@@ -50,13 +52,15 @@ def _side_by_side(tile: Tile) -> Tile:
 
 
 def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
-    """Short requests of at most a pair's rows in all; and requests with an even number of row tiles: an odd one would
-    leave a pair idle."""
-    if options.kv_source != "latent" or options.kv_dtype is not options.q_dtype:
+    """Short requests of at most a pair's rows in all; and requests with an even number of tiles of pairs: an odd one
+    would leave a pair idle."""
+    if not options.is_latent or options.latent_format != latent_formats.PLAIN:
         return []
     rows = [
         context_row(ContextClass.TINY, _ROWS_OF_PAIR // options.group_size, 0, most_tokens=_most_tokens(options, card))
     ]
+    if boxes_or_rows(options) == "rows":
+        return rows
     for tiles in range(_MOST_TILES, 0, -1):  # batches of more row tiles a request than `tiles`
         contexts = ContextClass.EQUAL if tiles % 2 else ContextClass.USUAL
         least = math.nextafter(tiles * _ROWS_OF_PAIR / options.group_size, math.inf)
@@ -100,15 +104,18 @@ def _not_tiny(work: Work) -> str | None:
     return "the batch has few rows and is short, so that it ends earlier in units of few rows" if is_tiny else None
 
 
-def _boxes(work: Work) -> str | None:
-    if work.options.latent_format != latent_formats.PLAIN:
-        return "it converts no rows in fp8"
-    return None if boxes_or_rows(work.options) == "boxes" else f"pages of {work.options.page_size} tokens have no boxes"
+def _plain_rows(work: Work) -> str | None:
+    return None if work.options.latent_format == latent_formats.PLAIN else "it converts no rows in fp8"
 
 
 def _sources(spec: KernelSpec) -> str:
     # A launch with four warpgroups has too few registers for a product of half of the value columns.
     return f"{wgmma_source.render_parts(spec, spec.head_dim_vo // 4)}\n\n{wgmma_source.render_held_keys(spec)}"
+
+
+def _most_cache_bytes(spec: KernelSpec) -> int:
+    """Warps that load single rows keep their places as 32 bits, in units of 16 bytes (rows.h)."""
+    return ANY_BYTES if spec.loader == "boxes" else 1 << 36
 
 
 def _value_columns(work: Work) -> str | None:
@@ -149,16 +156,17 @@ KERNEL = AttentionKernel(
     cpp="LatentWideSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(many_rows, _boxes, _not_tiny, _value_columns, *OPTIONS),
+    accepts=(many_rows, _plain_rows, _not_tiny, _value_columns, *OPTIONS),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,
+    most_cache_bytes=_most_cache_bytes,
     context_rows=_context_rows,
     context_tile=_context_tile,
     row_alignment=16,
     query_boxes=True,
     sources=_sources,
     traits=lambda spec: traits(spec, _PRODUCTS),
-    ahead=latent_rows(64, 128),
+    ahead=(*latent_rows(64, 128), *latent_rows(64, page_size=ONE_TOKEN)),
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) " if spec.ctas > 1 else "",
 )

@@ -10,14 +10,8 @@
 
 namespace flashpage {
 
-// A warpgroup sums the values of 64 rows in the CTA's value columns. Products of the next block's scores are issued
-// before the exponentials of this block, so that sums of scores are exchanged while values are multiplied:
-//
-//   tensor cores:  K1          | V0            | K2          | V1 ...
-//   warps:         softmax 0   | exchange of 1 | softmax 1   | exchange of 2 ...
-//
-// Where the warpgroups take blocks in turn the memory is slower than the products, so a block's products follow each
-// other and its slot is free early.
+// A warpgroup sums the values of 64 rows in the CTA's value columns. Converting rows is slower than the products, so a
+// block's products follow each other and its slot is free early; the other warpgroup's run during its exponentials.
 template <class Traits>
 struct ColumnsCompute {
   using Shared = ColumnsShared<Traits>;
@@ -81,10 +75,8 @@ struct ColumnsCompute {
     if (has_sinks) begin_with_sinks(softmax, rows_of(place));
     if constexpr (Shared::takes_turns) {
       attend_in_order(state, group, 2);
-    } else if constexpr (Shared::converts) {
-      attend_in_order(state, 0, 1);
     } else {
-      attend(state);
+      attend_in_order(state, 0, 1);
     }
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::last_tile);
     const Output output{shared, params, place.place, first_row() + warp * 16 + lane / 4, lane};
@@ -101,31 +93,6 @@ struct ColumnsCompute {
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::written);
   }
 
-  FP_DEVICE void attend(State& state) {
-    const int blocks = state.place.blocks;
-    if (blocks == 0) return release_query(state.place);
-    u32 now = state.place.use(0);
-    multiply_keys(state, now, now);
-    if (blocks == 1) release_query(state.place);
-#pragma unroll 1
-    for (int block = 0; block + 1 < blocks; ++block, ++now) {
-      issue_keys(state.product, now + 1);
-      Fragments probabilities;
-      make_probabilities(state, probabilities, block, now, now, true);
-      issue_values(state.values, probabilities, now);
-      ptx::wgmma_wait<1>();
-      take_product(state);
-      if (block + 2 == blocks) release_query(state.place);
-      exchange.send(state.scores, now + 1);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_settle(state.values[0]);
-      ptx::wgmma_settle(probabilities);
-      shared.release(now, lane);
-    }
-    Fragments probabilities;
-    make_probabilities(state, probabilities, blocks - 1, now, now, true);
-    add_values(state, probabilities, blocks - 1, now);
-  }
   // `number`: of the block among those of this warp.
   FP_DEVICE void multiply_keys(State& state, u32 of_use, u32 number) {
     issue_keys(state.product, of_use);
@@ -189,7 +156,6 @@ struct ColumnsCompute {
   }
   FP_DEVICE void wait_for_part(u32 of_use, ColumnsPart part) const {
     shared.wait_full(of_use, part);
-    if constexpr (!Shared::converts) ptx::fence_before_products();
     ptx::wgmma_fence();  // after a wait the compiler would insert one, and serialise products
   }
   FP_DEVICE static void issue_panel(Scores& product, const ptx::Matrix& query, const ptx::Matrix& keys, int panel) {

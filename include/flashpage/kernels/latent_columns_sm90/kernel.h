@@ -1,5 +1,5 @@
-// Attention over latent rows (MLA) on Hopper by pairs of CTAs that split the columns: 33 packed rows or more, over
-// single rows or fp8. Rows in fp8 are converted by a second loading warpgroup (convert.h), which then sets the time.
+// Attention over latent rows (MLA) in fp8 on Hopper by pairs of CTAs that split the columns: 33 packed rows or more. A
+// second loading warpgroup converts rows (convert.h), which sets the time.
 //
 // Two CTAs share a unit's packed rows, and each loads its half of the columns of the latent rows, so that every byte
 // goes to one SM and several blocks of tokens fit into shared memory. A CTA sums its columns' terms of the scores, and
@@ -37,9 +37,9 @@ struct LatentColumnsSm90 {
     ptx::cluster_barrier();  // the other CTA's barriers are initialised too
     ptx::grid_dependency_wait();
     const bool loads = threadIdx.x < Warps::loading * 32;
-    if (Shared::converts && loads && threadIdx.x >= Warps::first_converter * 32) {
+    if (loads && threadIdx.x >= Warps::first_converter * 32) {
       ptx::give_registers_back<Shared::converting_registers>();
-      if constexpr (Shared::converts) ColumnsLoad<Traits>(shared, params).convert_values();
+      ColumnsLoad<Traits>(shared, params).convert_values();
     } else if (loads) {
       ptx::give_registers_back<Shared::loading_registers>();
       ColumnsLoad<Traits>(shared, params).run();

@@ -10,7 +10,7 @@ namespace flashpage {
 // The roles of the warps. Rows in fp8 are converted by a second loading warpgroup.
 template <class Traits>
 struct ColumnsWarps {
-  static constexpr int first_converter = 4, converters = converts_latents<Traits> ? 4 : 0;
+  static constexpr int first_converter = 4, converters = 4;
   static constexpr int loading = first_converter + converters;  // whole warpgroups, because setmaxnreg works on them
   static constexpr int group = 4;                               // warps of a computing warpgroup
   static constexpr int groups = 2;                              // computing warpgroups
@@ -40,23 +40,21 @@ struct ColumnsShared {
   static constexpr int readers = takes_turns ? Warps::group : Warps::computing;  // warps, of a slot
   static constexpr int slots_ahead = Traits::stages, places_ahead = 2;
   static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
-  static constexpr bool converts = converts_latents<Traits>;
+  static_assert(converts_latents<Traits>);
   using Present = PresentTokens<Traits::kv_source>;
   // Two warps convert a part, each the rows of half of the tokens.
-  static constexpr int sharers = converts ? 2 : 1;
-  // Arrivals at a part's barrier: of the lanes that convert or whose copies arrive. The first part's warp arrives once
-  // more after it has written `present`.
-  static constexpr int copied = 32 * sharers;
-  static constexpr int noted = converts || !is_selected ? 0 : 1;
+  static constexpr int sharers = 2;
+  // Arrivals at a part's barrier: of the lanes that convert.
+  static constexpr int converting_lanes = 32 * sharers;
   // Registers of a thread. Warpgroups that take turns have no scores in flight, and leave more; so do loading warps
   // that have no tail to convert.
   static constexpr bool has_tail = Tile::tail_columns > 0;
-  static constexpr int loading_registers = converts ? (has_tail ? 48 : 40) : takes_turns ? 72 : 56;
+  static constexpr int loading_registers = has_tail ? 48 : 40;
   static constexpr int converting_registers = !takes_turns ? 48 : has_tail ? 64 : 56;
-  static constexpr int computing_registers = converts ? (takes_turns && has_tail ? 200 : 208) : takes_turns ? 216 : 224;
+  static constexpr int computing_registers = takes_turns && has_tail ? 200 : 208;
   // Whether the last panel of value columns has 16 bits (DeepSeek V4).
   static constexpr bool has_rest_panel = Traits::latent_format == LatentFormat::deepseek_v4;
-  static constexpr int pieces_ahead = converts ? 8 : 1;  // of 16 bytes, of each lane of a converting warp: a block
+  static constexpr int pieces_ahead = 8;  // of 16 bytes, of each lane of a converting warp: a block
   static_assert(Warps::fit(loading_registers, computing_registers, converting_registers));
   static_assert(!takes_turns || slots_ahead % 2 == 0);
   static_assert(Traits::tile_kv == tokens && Traits::ctas == 2 && unit_rows % group_rows == 0 && row_tiles <= 2);
@@ -67,7 +65,7 @@ struct ColumnsShared {
   alignas(128) float4 received[Warps::groups][tokens / 8][32 * Warps::group];
   float2 states[Warps::groups][group_rows];                     // maxima and sums, where warpgroups take turns
   Present present[is_selected ? slots_ahead : 1][tokens / 32];  // of a slot
-  alignas(16) u8 arriving[converts ? Tile::loaded_parts : 1][sharers][pieces_ahead][converts ? 32 : 1][16];
+  alignas(16) u8 arriving[Tile::loaded_parts][sharers][pieces_ahead][32][16];
   alignas(16) u8
       arriving_rest[has_rest_panel ? sharers : 1][has_rest_panel ? pieces_ahead : 1][has_rest_panel ? 32 : 1][16];
   WidePlace places[places_ahead];
@@ -83,8 +81,7 @@ struct ColumnsShared {
   // Called by one thread.
   FP_DEVICE void init() {
     for (auto& slot : full)
-      for (u64& barrier : slot)
-        ptx::mbarrier_init(ptx::shared_address(&barrier), copied + (&barrier == slot ? noted : 0));
+      for (u64& barrier : slot) ptx::mbarrier_init(ptx::shared_address(&barrier), converting_lanes);
     for (u64& barrier : empty) ptx::mbarrier_init(ptx::shared_address(&barrier), readers);
     for (u64& barrier : scores_full) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
     for (u64& barrier : scores_read) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);

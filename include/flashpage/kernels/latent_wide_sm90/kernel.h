@@ -36,22 +36,22 @@ struct LatentWideSm90 {
     if (threadIdx.x == 32) ptx::prefetch_to_l2(&cta_start(params.plan, blockIdx.x / Traits::ctas));
     if (threadIdx.x == 0) {
       shared.init();
-      ptx::prefetch_tensor_map(maps.k);
       if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
-      if constexpr (Shared::tail_panels > 0) ptx::prefetch_tensor_map(maps.v);
+      if constexpr (Shared::has_boxes) ptx::prefetch_tensor_map(maps.k);
+      if constexpr (Shared::has_boxes && Shared::tail_panels > 0) ptx::prefetch_tensor_map(maps.v);
     }
     synchronise();  // the other CTA's barriers are initialised too
     ptx::grid_dependency_wait();
     const int warp = threadIdx.x / 32;
     if (warp < Roles::first_scoring) {
-      ptx::change_registers<Roles::first_registers, Roles::loading_registers>();
+      ptx::change_registers<Roles::first_registers, Shared::loading_registers>();
       WideLoad<Traits>(shared, params, maps).run();
       ptx::grid_dependency_launch();
     } else if (warp < Roles::first_of_values) {
-      ptx::change_registers<Roles::first_registers, Roles::scoring_registers>();
+      ptx::change_registers<Roles::first_registers, Shared::scoring_registers>();
       WideScores<Traits>(shared, params).run();
     } else {
-      ptx::change_registers<Roles::first_registers, Roles::value_registers>();
+      ptx::change_registers<Roles::first_registers, Shared::value_registers>();
       WideValues<Traits>(shared, params).run();
     }
     if constexpr (Shared::is_pair) ptx::cluster_barrier();  // the other CTA may still pass messages here

@@ -1,6 +1,6 @@
 // The loading warps of latent_wide_sm90: one goes through the plan and loads Q; three load a part of the columns each.
 #pragma once
-#include "flashpage/kernels/latent_wide_sm90/shared.h"
+#include "flashpage/kernels/latent_wide_sm90/rows.h"
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/elect.h"
@@ -47,10 +47,7 @@ struct WideBoxes {
     const i32 left = place->place.unit.kv_end - place->first_token - block * tokens;
     const int present = min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift);
     if constexpr (part == WidePart::tail) {
-      const u32 slot = Shared::tail_slot(use);
-      const WideQuarter tail{shared.tails[slot], &shared.tail_full[slot], &shared.tail_empty[slot],
-                             Shared::tail_phase(use), 0};
-      load_panels<Shared::tail_panels>(tail, first, present);
+      load_panels<Shared::tail_panels>(shared.tail_of(use), first, present);
     } else {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
@@ -96,12 +93,17 @@ struct WideLoad {
       : shared(shared), params(params), maps(maps), units(shared, params) {}
 
   FP_DEVICE void run() const {
-    if (warp == 0) load_part<WidePart::first>();
-    if (warp == 1) load_part<WidePart::second>();
-    if constexpr (Shared::tail_panels > 0) {
-      if (warp == 2) load_part<WidePart::tail>();
+    if (warp == WideRoles::plan_warp) return units.plan([&](const Place& place, u32 use) { load_query(place, use); });
+    if (warp >= Shared::loaders) return;
+    if constexpr (!Shared::has_boxes) {
+      units.load_blocks(WideRows<Traits>(shared, params), warp == 0);
+    } else {
+      if (warp == 0) load_part<WidePart::first>();
+      if (warp == 1) load_part<WidePart::second>();
+      if constexpr (Shared::tail_panels > 0) {
+        if (warp == 2) load_part<WidePart::tail>();
+      }
     }
-    if (warp == WideRoles::plan_warp) units.plan([&](const Place& place, u32 use) { load_query(place, use); });
   }
 
  private:

@@ -81,6 +81,7 @@ struct WideScores {
       const bool is_last = block + 1 == place.blocks;
       if (is_last) release_query(place);
       prepare_scores<Traits>(scores, place, rows_of(place), place.first_token + block * tokens);
+      if constexpr (Shared::is_selected) hide_missing(scores, use);
       hand_over(softmax, scores, place.scale, Shared::message(place, block));
       if (is_last) return;
       ++block;
@@ -89,6 +90,19 @@ struct WideScores {
       if (is_late) let_values_begin(use + 1);
       issue_products(scores, use + 1);
     }
+  }
+  // Hides the places of a list that have no token.
+  FP_DEVICE void hide_missing(Scores& scores, u32 use) const {
+    const uint4 groups = *reinterpret_cast<const uint4*>(shared.present[Shared::slot(use)]);
+    constexpr u32 all = 0x0f0f0f0f;
+    if ((groups.x & groups.y & groups.z & groups.w) == all) return;
+    const u32 words[4] = {groups.x, groups.y, groups.z, groups.w};
+#pragma unroll
+    for (int n = 0; n < tokens / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if ((words[n / 2] >> (n % 2 * 16 + lane % 4 / 2 * 8 + lane % 2 * 2 + e) & 1) == 0)
+          scores[0][n][e] = scores[0][n][e + 2] = ptx::negative_infinity();
   }
   // Lets the products of values begin that come after this block's scores: when these are almost complete, or at once
   // if the block is still being loaded, because otherwise no memory would be free for the block after it.
@@ -176,6 +190,7 @@ struct WideScores {
     const ptx::Matrix query(ptx::shared_address(shared.query) + first_panel * Tile::panel_bytes, 0);
     const ptx::Matrix block(ptx::shared_address(keys), 0);
     ptx::mbarrier_wait(ptx::shared_address(&full), phase);
+    if constexpr (!Shared::has_boxes) ptx::fence_before_products();
     ptx::wgmma_fence();  // after a wait the compiler would insert one, and serialise products
 #pragma unroll
     for (int step = 0; step < panels * 4; ++step) {

@@ -19,9 +19,6 @@ struct WideRoles {
   static constexpr int computing = 3 * group, threads = 32 * (loading + computing);
   static constexpr int plan_warp = 3;
   static constexpr int first_registers = 65536 / threads;  // of a thread, when the launch begins
-  static constexpr int loading_registers = 40, scoring_registers = 120, value_registers = 176;
-  // A warpgroup that takes more registers than are left waits for ever.
-  static_assert(loading_registers + scoring_registers + 2 * value_registers <= 4 * first_registers);
 };
 
 // A quarter of a block's value columns: where it is in shared memory, and its barriers.
@@ -40,10 +37,18 @@ struct WideShared {
   static constexpr int unit_rows = rows * Traits::ctas;
   static constexpr bool is_pair = Traits::ctas > 1;  // two CTAs share the values of both
   static constexpr int places_ahead = 2;
+  static constexpr bool has_boxes = Traits::loader == Loader::boxes;
+  // Lists of tokens may have gaps.
+  static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
+  static_assert(has_boxes ? !is_selected : !is_pair);
+  // A list's rows of a block, which loading warps take in turn.
+  static constexpr int group_rows = 4, row_groups = tokens / group_rows;
   using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;  // a block, or Q
   static constexpr int value_panels = Traits::head_dim_vo / Tile::panel_columns, half_panels = value_panels / 2;
   static constexpr int tail_panels = Tile::panels - value_panels;
-  static constexpr int loading_parts = tail_panels > 0 ? 3 : 2;
+  static constexpr int loaders = !has_boxes || tail_panels > 0 ? 3 : 2;  // warps
+  // Arrivals at the barrier of loaded columns: the lane that expects boxes, or all lanes, whose copies arrive.
+  static constexpr int arrivals = has_boxes ? 1 : 32 * loaders;
   static_assert(Traits::tile_kv == tokens && Traits::tile_q == rows && Traits::head_dim_qk % 64 == 0);
   static_assert(value_panels % 4 == 0 && tail_panels <= 1 && (Traits::ctas == 1 || Traits::ctas % 2 == 0));
 
@@ -53,6 +58,12 @@ struct WideShared {
   static constexpr int kept_blocks = is_pair ? 3 : 2, tail_slots = is_pair ? 1 : 2;
   static constexpr int readers = is_pair ? 2 : 1;     // warpgroups of values that read a kept quarter
   static constexpr int messengers = is_pair ? 2 : 1;  // CTAs whose probabilities arrive here
+  // Registers of a thread. Pairs hold a part of Q, and warps that load rows have their places.
+  static constexpr int loading_registers = has_boxes ? 40 : 48;
+  static constexpr int scoring_registers = 160 - loading_registers;
+  static constexpr int value_registers = 176;
+  // A warpgroup that takes more registers than are left waits for ever.
+  static_assert(loading_registers + scoring_registers + 2 * value_registers <= 4 * WideRoles::first_registers);
   // What a warp passes on in one message.
   static constexpr int probability_bytes = 16 * tokens * 2, factor_bytes = 16 * 4;
 
@@ -64,6 +75,7 @@ struct WideShared {
   // earlier values; at a unit's end its sums. A lane's two rows have a float2 of factors or sums.
   alignas(128) uint4 probabilities[messengers][tokens / 16][32 * WideRoles::group];
   float2 factors[messengers][8 * WideRoles::group];
+  alignas(16) u8 present[is_selected ? kept_blocks : 1][row_groups];  // a bit for each of a group's tokens
   WidePlace places[places_ahead];
   PlaceCursor cursor;
   u64 kept_full[kept_blocks][kept], kept_empty[kept_blocks][kept];
@@ -81,18 +93,21 @@ struct WideShared {
     const auto all = [](auto& barriers, u32 arrivals) {
       for (u64& barrier : barriers) ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
     };
-    for (auto& block : kept_full) all(block, 1);
+    // Lanes arrive at the first quarter's once more after they have written `present`.
+    for (auto& block : kept_full)
+      for (u64& barrier : block)
+        ptx::mbarrier_init(ptx::shared_address(&barrier), is_selected && &barrier == block ? 2 * arrivals : arrivals);
     for (auto& block : kept_empty) all(block, readers * WideRoles::group);
     all(passing_full, 1);
     all(passing_empty, WideRoles::group);
-    all(tail_full, 1);
+    all(tail_full, arrivals);
     all(tail_empty, WideRoles::group);
     all(handed_over, 32);
     all(received, 1);
     all(taken, is_pair ? 32 + 1 : 2 * 32);
     for (auto& block : scored) all(block, 32);
     all(cleared, 32 * WideRoles::group);
-    place_ring.init(1, 32 * (WideRoles::computing + loading_parts));
+    place_ring.init(1, 32 * (WideRoles::computing + loaders));
     query_ring.init(32, WideRoles::group);
     ptx::mbarrier_init_fence();
   }
@@ -110,6 +125,10 @@ struct WideShared {
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
   }
 
+  FP_DEVICE WideQuarter tail_of(u32 use) {
+    const u32 at = tail_slot(use);
+    return {tails[at], &tail_full[at], &tail_empty[at], tail_phase(use), 0};
+  }
   // The kept quarters are in the order in which products of values end.
   FP_DEVICE WideQuarter kept_quarter(int i, u32 use) {
     const u32 at = slot(use);

@@ -65,6 +65,7 @@ struct WideValues {
     take_over(values, probabilities, Shared::message(place, block));
     clear_hidden(place, block, slot);
     if (block + 1 < place.blocks) wait_for_scores(use + 1);  // whose products come first
+    if constexpr (!Shared::has_boxes) ptx::fence_before_products();
     ptx::wgmma_fence();
     issue_quarter<0>(values, probabilities, slot);
     issue_quarter<1>(values, probabilities, slot);
@@ -128,6 +129,7 @@ struct WideValues {
   // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. Scores of
   // these tokens are hidden, so products of keys that still run may read either.
   FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 slot) {
+    if constexpr (!Shared::has_boxes) return;  // those tokens were loaded as zeros
     const Unit& unit = place.place.unit;
     const i32 first = place.first_token + block * tokens;
     if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;

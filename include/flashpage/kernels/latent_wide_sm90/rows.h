@@ -1,0 +1,102 @@
+// Loads single rows by cp.async: those that a list names, or of small pages.
+#pragma once
+#include "flashpage/kernels/latent_wide_sm90/shared.h"
+#include "flashpage/ptx/cp_async.h"
+#include "flashpage/tile/load/kv_rows.h"
+
+namespace flashpage {
+
+// The warps take groups of four rows in turn, and eight lanes copy a row's 128 bytes of a panel. A lane looks up one of
+// its warp's rows of a block while the block before is loaded.
+template <class Traits>
+struct WideRows {
+  using Shared = WideShared<Traits>;
+  using Tile = typename Shared::Tile;
+  using Rows = KvRows<Traits::kv_source>;
+  static constexpr int loaders = Shared::loaders, in_group = Shared::group_rows;
+  static constexpr int groups = ceil_div(Shared::row_groups, loaders);  // of a warp
+  static_assert(groups * in_group <= 32 && in_group == 4, "a lane looks up one row, and copies one of a group");
+
+  Shared& shared;
+  const AttentionParams& params;
+  const WidePlace* place;  // in shared memory, because these warps have few registers
+  i32 found;               // the page, or list entry, of the lane's row in the next block; negative: there is none
+
+  FP_DEVICE WideRows(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
+
+  FP_DEVICE void open(const WidePlace& next) {
+    place = &next;
+    found = look_up(0);
+  }
+
+  FP_DEVICE void load(int block, u32 use) {
+    const u32 present = __ballot_sync(0xffffffff, found >= 0);  // a bit for each of the warp's rows
+    const CacheSlot slot = Rows(params, place->place.item.kv_offset).slot(max_of(found, 0), token_of(block));
+    const u32 mine = offset_in(params.k, slot);
+    [[maybe_unused]] const u32 in_tail = offset_in(params.v, slot);
+    found = look_up(block + 1);
+    if constexpr (Shared::tail_panels > 0)
+      copy_panels<Shared::tail_panels>(shared.tail_of(use), params.v, in_tail, present);
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const WideQuarter quarter = shared.kept_quarter(i, use);
+      if (Shared::is_selected && i == 0) note(quarter, use, present);
+      copy_panels<Shared::quarter_panels>(quarter, params.k, mine, present);
+    }
+  }
+
+ private:
+  FP_DEVICE static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  FP_DEVICE static int warp() { return static_cast<int>(threadIdx.x / 32); }
+
+  FP_DEVICE i32 token_of(int block) const {
+    const int row = (warp() + lane() / in_group * loaders) * in_group + lane() % in_group;
+    return place->first_token + block * Shared::tokens + row;
+  }
+  FP_DEVICE i32 look_up(int block) const {
+    const i32 token = token_of(block), end_of_block = place->first_token + (block + 1) * Shared::tokens;
+    const bool exists = token < min_of(end_of_block, place->place.unit.kv_end);
+    return exists ? Rows(params, place->place.item.kv_offset).look_up(token) : -1;
+  }
+  // Where a row is in a view, in units of 16 bytes.
+  FP_DEVICE static u32 offset_in(const KvView& view, const CacheSlot& slot) {
+    const i64 elements = slot.page * view.page_stride + slot.in_page * view.token_stride;
+    return static_cast<u32>(elements * sizeof(typename Traits::Cache) / 16);
+  }
+  // Tells the scoring warps which tokens of a list's block exist.
+  FP_DEVICE void note(const WideQuarter& first, u32 use, u32 present) const {
+    wait_empty(first);
+    const int group = warp() + lane() * loaders;
+    if (group < Shared::row_groups) shared.present[Shared::slot(use)][group] = present >> lane() * in_group & 15;
+    ptx::mbarrier_arrive(ptx::shared_address(first.full));
+  }
+  FP_DEVICE static void wait_empty(const WideQuarter& quarter) {
+    ptx::mbarrier_wait(ptx::shared_address(quarter.empty), quarter.phase ^ 1);
+  }
+
+  // Copies panels of the rows that exist; others become zero. `mine`: where the lane's row is.
+  template <int panels>
+  FP_DEVICE static void copy_panels(const WideQuarter& quarter, const KvView& view, u32 mine, u32 present) {
+    const int lane_row = lane() / 8, chunk = lane() % 8;
+    const u8* const from = static_cast<const u8*>(view.data) + quarter.first_panel * 128 + chunk * 16;
+    const u32 to = ptx::shared_address(quarter.memory) + Tile::chunk_offset(warp() * in_group + lane_row, chunk);
+    u32 at[groups];
+#pragma unroll
+    for (int i = 0; i < groups; ++i) at[i] = __shfl_sync(0xffffffff, mine, i * in_group + lane_row);
+    wait_empty(quarter);
+#pragma unroll
+    for (int i = 0; i < groups; ++i) {
+      if ((i + 1) * loaders > Shared::row_groups && warp() + i * loaders >= Shared::row_groups) break;
+      const int later = i * loaders * in_group;  // rows after the first group's
+      const u8* const row = from + static_cast<u64>(at[i]) * 16;
+      const u32 here = (to ^ later % 8 * 16) + later * Tile::stride;  // the swizzle repeats itself after eight rows
+#pragma unroll
+      for (int panel = 0; panel < panels; ++panel)
+        ptx::cp_async<16>(here + panel * Tile::panel_bytes, row + panel * 128,
+                          (present >> (i * in_group + lane_row) & 1) != 0);
+    }
+    ptx::mbarrier_arrive_after_copies(ptx::shared_address(quarter.full));
+  }
+};
+
+}  // namespace flashpage
