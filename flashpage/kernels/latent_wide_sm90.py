@@ -167,6 +167,10 @@ KERNEL = AttentionKernel(
     query_boxes=True,
     sources=_sources,
     traits=lambda spec: traits(spec, _PRODUCTS),
-    ahead=(*latent_rows(64, 128), *latent_rows(64, page_size=ONE_TOKEN)),
+    ahead=(
+        *latent_rows(64, 128),
+        *latent_rows(64, page_size=ONE_TOKEN),
+        *latent_rows(64, kv_source="selected"),
+    ),
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) " if spec.ctas > 1 else "",
 )
