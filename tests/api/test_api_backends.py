@@ -148,7 +148,9 @@ def test_a_kernel_has_a_tile_for_all_that_it_accepts(kernel: AttentionKernel, ca
         for source, (qk, vo) in ((source, dims) for source, found in dims_of.items() for dims in found):
             for q_dtype, kv_dtype in ((BF16, BF16), (BF16, DType.FLOAT8_E4M3), (DType.FLOAT8_E4M3,) * 2):
                 sizes = {"head_dim_qk": qk, "head_dim_vo": vo, "page_size": page_size, "kv_source": source}
-                work = Work(problem(rows, **sizes, q_dtype=q_dtype, kv_dtype=kv_dtype), card)
+                is_scaled = source == "latent" and kv_dtype is not q_dtype
+                kinds = {"q_dtype": q_dtype, "kv_dtype": kv_dtype, "latent_format": "scaled" if is_scaled else "plain"}
+                work = Work(problem(rows, **sizes, **kinds), card)
                 if not kernel.refusals(work):
                     accepted += 1
                     tile = kernel.tile(work)
