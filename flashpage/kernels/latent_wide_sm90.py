@@ -83,7 +83,8 @@ def _most_tokens(options: Options, card: Device) -> float:
 
 def _context_tile(spec: KernelSpec, contexts: ContextClass) -> tuple[Tile, str] | None:
     assert spec.tile is not None
-    return (_side_by_side(spec.tile), SIDE_BY_SIDE_NOTE) if contexts is ContextClass.EQUAL else None
+    is_equal = contexts is ContextClass.EQUAL and spec.loader == "boxes"
+    return (_side_by_side(spec.tile), SIDE_BY_SIDE_NOTE) if is_equal else None
 
 
 def packed_rows(work: Work) -> int:
