@@ -54,7 +54,7 @@ def _side_by_side(tile: Tile) -> Tile:
 def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
     """Short requests of at most a pair's rows in all; and requests with an even number of tiles of pairs: an odd one
     would leave a pair idle."""
-    if not options.is_latent or options.latent_format != latent_formats.PLAIN:
+    if options.kv_source != "latent" or options.latent_format != latent_formats.PLAIN:
         return []
     rows = [
         context_row(ContextClass.TINY, _ROWS_OF_PAIR // options.group_size, 0, most_tokens=_most_tokens(options, card))

@@ -307,7 +307,7 @@ def test_boxes_are_those_of_the_copies(options: Options) -> None:
     read = gather_rows.as_rows(options)
     choice = choose_for_card(Problem(read, 4096), H200)
     assert choice.spec.loader == "boxes" and choice.spec.position_encoding == "none"
-    prepared: Any = SimpleNamespace(choice=choice, read=read, schedule=SimpleNamespace(tile_q=128))
+    prepared: Any = SimpleNamespace(choice=choice, attention_options=read, schedule=SimpleNamespace(tile_q=128))
     part = BoundPart(options)
     struct: Any = SimpleNamespace(kv_begin=0, kv_end=100, rows_end=1000)
     copy = rotated_pages.RotatedPages.below(1 << 34, struct, options)

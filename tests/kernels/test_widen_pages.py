@@ -131,7 +131,7 @@ def test_boxes_have_all_pages(page: int) -> None:
     options = Options("paged", 32, 8, 128, 128, page, bf16, stored, bf16, k_format="nvfp4", v_format="nvfp4")
     read = gather_rows.as_rows(options)
     choice = choose_for_card(Problem(read, 4096), devices.H200)
-    prepared: Any = SimpleNamespace(choice=choice, read=read, schedule=SimpleNamespace(tile_q=128))
+    prepared: Any = SimpleNamespace(choice=choice, attention_options=read, schedule=SimpleNamespace(tile_q=128))
     part = BoundPart(options)
     option_plan = SimpleNamespace(options=options)
     binding: Any = SimpleNamespace(

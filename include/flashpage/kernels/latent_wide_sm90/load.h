@@ -1,4 +1,5 @@
-// The loading warps of latent_wide_sm90: one goes through the plan and loads Q; three load a part of the columns each.
+// The loading warps of latent_wide_sm90: one goes through the plan and loads Q; the others load rows, by boxes a part
+// of the columns each.
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/rows.h"
 #include "flashpage/ptx/compiler.h"

@@ -41,7 +41,7 @@ struct WideShared {
   // Lists of tokens may have gaps.
   static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
   static_assert(has_boxes ? !is_selected : !is_pair);
-  // A list's rows of a block, which loading warps take in turn.
+  // Rows of a block that loading warps copy one by one, in groups that they take in turn.
   static constexpr int group_rows = 4, row_groups = tokens / group_rows;
   using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;  // a block, or Q
   static constexpr int value_panels = Traits::head_dim_vo / Tile::panel_columns, half_panels = value_panels / 2;
