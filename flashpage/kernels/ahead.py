@@ -77,20 +77,15 @@ def latent_rows(*packed_rows: int, page_size: int = 64, kv_source: str = "latent
     return more(*(Ahead(BF16, BF16, (576, 512), n, page_size, kv_source=kv_source) for n in packed_rows))
 
 
-def listed_rows(*packed_rows: int) -> tuple[Ahead, ...]:
-    """Lists of tokens: rows in bf16, of 656 bytes, and of 584 bytes with the outputs of one of two caches."""
+def listed_fp8_rows(*packed_rows: int) -> tuple[Ahead, ...]:
+    """Lists of rows of 656 bytes, and of rows of 584 bytes with the outputs of one of two caches."""
     formats = (("deepseek_v32", 576, None), ("deepseek_v4", 512, DType.FLOAT32))
-    return (
-        *latent_rows(*packed_rows, kv_source="selected"),
-        *more(
-            *(
-                Ahead(
-                    *(BF16, E4M3, (columns, 512), n, 64), kv_source="selected", latent_format=name, out_dtype=out_dtype
-                )
-                for n in packed_rows
-                for name, columns, out_dtype in formats
-            )
-        ),
+    return more(
+        *(
+            Ahead(BF16, E4M3, (columns, 512), n, 64, kv_source="selected", latent_format=name, out_dtype=out_dtype)
+            for n in packed_rows
+            for name, columns, out_dtype in formats
+        )
     )
 
 

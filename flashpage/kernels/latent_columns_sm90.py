@@ -6,20 +6,15 @@ from __future__ import annotations
 import dataclasses
 
 from . import latent_formats, latent_wide_sm90, wgmma_source
-from .ahead import listed_rows
+from .ahead import listed_fp8_rows
 from .latent_decode_sm90 import loader, traits
-from .latent_wide_sm90 import ROWS, many_rows, packed_rows
+from .latent_wide_sm90 import MOST_BYTES_OF_ROWS, ROWS, many_rows, packed_rows
 from .spec import KernelSpec
 from .tile import Tile
 from .work import Work
 
 _TOKENS = 64  # of a block
 _MOST_STAGES = 8  # the header uses as many as fit
-
-
-def _most_cache_bytes(spec: KernelSpec) -> int:
-    """Converting warps keep a row's place as 32 bits, in units of 16 bytes (convert.h)."""
-    return 1 << 36
 
 
 def _tile(work: Work) -> Tile:
@@ -38,25 +33,19 @@ def _columns_of_product(spec: KernelSpec) -> int:
     return spec.head_dim_vo // 4
 
 
-def _value_columns(work: Work) -> str | None:
-    """Each CTA's value columns are two parts of whole panels: head_dim_ckv 256 or 512."""
-    columns = work.options.head_dim_vo
-    return None if columns in (256, 512) else f"head_dim_ckv {columns} is neither 256 nor 512"
-
-
 KERNEL = dataclasses.replace(
     latent_wide_sm90.KERNEL,
     name="latent_columns_sm90",
     header="flashpage/kernels/latent_columns_sm90/kernel.h",
     cpp="LatentColumnsSm90<Traits>",
-    accepts=(many_rows, _in_fp8, _value_columns, *latent_wide_sm90.OPTIONS),
+    accepts=(many_rows, _in_fp8, *latent_wide_sm90.SHARED_RULES),
     loader=loader,
     tile=_tile,
-    most_cache_bytes=_most_cache_bytes,
+    most_cache_bytes=lambda spec: MOST_BYTES_OF_ROWS,
     sources=lambda spec: wgmma_source.render_parts(spec, _columns_of_product(spec)),
     traits=traits,
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",
     context_rows=lambda options, card: [],
     context_tile=lambda spec, contexts: None,
-    ahead=listed_rows(64, 128),
+    ahead=listed_fp8_rows(64, 128),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import latent_formats, wgmma_source
-from .ahead import ONE_TOKEN, latent_rows, listed_rows
+from .ahead import ONE_TOKEN, latent_rows, listed_fp8_rows
 from .kernel import HALF, LATENT_OUT, AttentionKernel, attention_traits, capability, dtypes, latent_trait
 from .options import Options
 from .spec import KernelSpec
@@ -117,5 +117,10 @@ KERNEL = AttentionKernel(
     row_alignment=16,
     sources=wgmma_source.render_transposed,
     traits=traits,
-    ahead=(*latent_rows(16, 32), *latent_rows(16, 32, page_size=ONE_TOKEN), *listed_rows(16, 32)),
+    ahead=(
+        *latent_rows(16, 32),
+        *latent_rows(16, 32, page_size=ONE_TOKEN),
+        *latent_rows(16, 32, kv_source="selected"),
+        *listed_fp8_rows(16, 32),
+    ),
 )

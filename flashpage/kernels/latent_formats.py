@@ -4,14 +4,14 @@ A new format is a struct and a `LatentFormatOf` in that header, a name in `Laten
 (include/flashpage/common/types.h), and a row here. It also needs
 
 - `_write_packed` of flashpage/wrappers/latent_append.py, which appends on the CPU;
-- `_stored` of latent_decode_sm90.py and `_value_columns` of latent_columns_sm90.py, which say what their converting
-  warps take; `has_rest_panel` of include/flashpage/kernels/latent_columns_sm90/shared.h, if value columns have 16 bits;
-- `listed_rows` of ahead.py and `_LATENT` of aot/specs.py, which build kernels ahead of time;
+- `_stored` of latent_decode_sm90.py and `_value_columns` of latent_wide_sm90.py, which say what converting warps take;
+- `listed_fp8_rows` of ahead.py and `_LATENT` of aot/specs.py, which build kernels ahead of time;
 - the message of `lists_of` in flashpage/engines/flash_mla/sparse.py, which lists the sizes of rows; `_ROW_FORMATS` of
   flashpage/engines/vllm/plugin/sparse.py, if a cache type of vLLM has it;
-- `_packed` and `arrange` of tests/support/latent_rows.py, cases in tests/support/cases/latent.py and in
-  tests/kernels/test_latent_kernel.py, `FORMS` and `Cache` of tests/api/test_mla_append.py, `_LATENT_ROWS` of
-  tests/support/fuzz_wrappers.py, and `Kind` of tests/native/table_rows.h with `ROWS` of tests/support/arm_table.py;
+- `_packed` and `arrange` of tests/support/latent_rows.py, `row_format` of tests/support/cases/case.py, cases in
+  tests/support/cases/latent.py and tests/kernels/test_latent_kernel.py, `FORMS` and `Cache` of
+  tests/api/test_mla_append.py, `_LATENT_ROWS` of tests/support/fuzz_wrappers.py, and `Kind` of
+  tests/native/table_rows.h with `ROWS` of tests/support/arm_table.py;
 - docs/latent_sm90.md, docs/guides/mla.md, and `kv_row_format` in the docstrings of wrappers/latent.py and
   wrappers/append.py.
 """

@@ -22,6 +22,7 @@ from .work import Problem, Work
 
 ROWS = 64  # packed rows of a product
 _ROWS_OF_PAIR = 2 * ROWS
+MOST_BYTES_OF_ROWS = 1 << 36  # loading warps keep a row's place as 32 bits, in units of 16 bytes (rows.h, convert.h)
 _PRODUCTS = ("KeyProduct", "HeldKeyProduct", "ValueProduct")
 LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 # The clusters of one request read more slowly than their costs say: on an H200 both kernels take as long at 6,500
@@ -115,16 +116,13 @@ def _sources(spec: KernelSpec) -> str:
 
 
 def _most_cache_bytes(spec: KernelSpec) -> int:
-    """Warps that load single rows keep their places as 32 bits, in units of 16 bytes (rows.h)."""
-    return ANY_BYTES if spec.loader == "boxes" else 1 << 36
+    return ANY_BYTES if spec.loader == "boxes" else MOST_BYTES_OF_ROWS
 
 
 def _value_columns(work: Work) -> str | None:
-    """Sizes that models have. The kernel passes with 384 on the host, but no card has run it."""
+    """Value columns are four quarters of whole panels of 64 columns. Models have 256 and 512."""
     columns = work.options.head_dim_vo
-    return (
-        None if columns in (256, 512) else f"head_dim_ckv {columns} is neither 256 nor 512, the sizes that models have"
-    )
+    return None if columns in (256, 512) else f"head_dim_ckv {columns} is neither 256 nor 512"
 
 
 def _tail_columns(work: Work) -> str | None:
@@ -148,8 +146,16 @@ def _cost(work: Work, tile: Tile) -> Cost:
     )
 
 
-# What each kernel over blocks of 64 tokens accepts, whatever the number of rows.
-OPTIONS = (capability(90, 90), only_latent_rows, *dtypes(q=HALF, out=LATENT_OUT), same_type, _tail_columns, plain)
+# Rules that latent_wide_sm90 and latent_columns_sm90 share.
+SHARED_RULES = (
+    _value_columns,
+    capability(90, 90),
+    only_latent_rows,
+    *dtypes(q=HALF, out=LATENT_OUT),
+    same_type,
+    _tail_columns,
+    plain,
+)
 
 KERNEL = AttentionKernel(
     name="latent_wide_sm90",
@@ -157,7 +163,7 @@ KERNEL = AttentionKernel(
     cpp="LatentWideSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(many_rows, _plain_rows, _not_tiny, _value_columns, *OPTIONS),
+    accepts=(many_rows, _plain_rows, _not_tiny, *SHARED_RULES),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,

@@ -88,7 +88,7 @@ class OptionPlans:
                 self._kept.append(option_plan.slot)
             del option_plan.slot
         self.active = [option_plan for option_plan in self.active if option_plan not in option_plans]
-        self._of_overrides = {name: found for name, found in self._of_overrides.items() if found not in option_plans}
+        self._of_overrides = {key: found for key, found in self._of_overrides.items() if found not in option_plans}
         self._stage()
 
     def _option_plan_of(self, options: Options) -> OptionPlan:

@@ -38,17 +38,21 @@ class PreparedKernels:
     """
 
     __slots__ = (
-        *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "merge_ctas"),
-        *(
-            "most_merge_ctas",
-            "most_merge_rounds",
-            "options",
-            "problem",
-            "attention_options",
-            "schedule",
-            "schedule_address",
-        ),
         "_on_eight",
+        "attention",
+        "attention_options",
+        "choice",
+        "cluster_size",
+        "gather_rows",
+        "mask_tiles",
+        "merge",
+        "merge_ctas",
+        "most_merge_ctas",
+        "most_merge_rounds",
+        "options",
+        "problem",
+        "schedule",
+        "schedule_address",
     )
 
     def __init__(

@@ -37,10 +37,11 @@ _ROWS_64, _ROWS_96 = {"num_q_heads": 64}, {"num_q_heads": 96}
 _LISTED: dict[str, Any] = {"selected": "padded", "sinks": True, "page_size": 64}
 _MISTRAL: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "q_dtype": "float16", "head_dim": 320, "head_dim_vo": 256}
 _96_LISTED, _40_LISTED = _ROWS_96 | _LISTED, _LISTED | {"num_q_heads": 40}
+_V32 = {"row_format": "deepseek_v32-uneven"}
 _V4: dict[str, Any] = {"row_format": "deepseek_v4", "head_dim": 512}
 TRANSPOSED, WIDE = latent_decode_sm90.KERNEL, latent_wide_sm90.KERNEL
 BY_COLUMNS = latent_columns_sm90.KERNEL
-# Few builds: rows with the same types, sizes, loader and rows of a unit share one.
+# Few builds: cases with the same types, sizes, loader and rows of a unit share one.
 TRANSPOSED_CASES = [
     latent_case("edges", "slots of one unit, and units that follow each other", _ONES, _EDGES, sinks=True),
     latent_case("mtp", "page 16: four boxes, causal", (2, 2), (129, 1), page_size=16, causal=True, num_q_heads=8),
@@ -61,23 +62,35 @@ TRANSPOSED_CASES = [
     ),
     latent_case("512-0", "rows without a tail", (1, 2), (90, 130), head_dim=512, num_q_heads=16, causal=True),
     latent_case("selected", "lists with gaps", (2, 1), (190, 70), selected="padded", sinks=True),
-    latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), row_format="deepseek_v32-uneven", **_LISTED),
+    latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), **_V32, **_LISTED),
     latent_case("v4", "rows of 584 bytes", (2,), (140,), **_V4, **_LISTED),
     latent_case("tokens", "scales of tokens, fp16", (1,), (170,), row_format="tokens", **_MISTRAL),
     latent_case("fp32", "fp32 outputs", (1,), (170,), o_dtype="float32"),
     latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
 ]
 COLUMNS_CASES = [
-    latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), row_format="deepseek_v32-uneven", **_96_LISTED),
+    latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), **_V32, **_96_LISTED),
     latent_case(
         "v32-turns",
         "rows of 656 bytes, a list of one unit of few rows",
         (1, 1),
         (230, 400),
-        row_format="deepseek_v32-uneven",
+        **_V32,
         **_40_LISTED,
     ),
-    latent_case("v4", "rows of 584 bytes, a list, two row tiles", (1, 2), (230, 70), **_V4, **_96_LISTED),
+    latent_case(
+        "edges", "lists of no token and of one, units that follow each other", _ONES, _EDGES, **_V32, **_96_LISTED
+    ),
+    latent_case("edges-turns", "the same in units of few rows", _ONES, _EDGES, **_V32, **_40_LISTED),
+    latent_case(
+        "v4",
+        "rows of 584 bytes, a list, two row tiles, fp32 outputs",
+        (1, 2),
+        (230, 70),
+        o_dtype="float32",
+        **_V4,
+        **_96_LISTED,
+    ),
     latent_case("v4-turns", "rows of 584 bytes, fp16", (1, 1), (230, 400), q_dtype="float16", **_V4, **_40_LISTED),
     latent_case("tokens", "scales of tokens, two row tiles", (2,), (170,), row_format="tokens", **_ROWS_64, **_MISTRAL),
 ]

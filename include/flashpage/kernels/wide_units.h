@@ -25,9 +25,9 @@ struct WidePlace {
   i32 first_token;  // of the first block; may be before the unit's first token
   i32 blocks;
   float scale;  // of the unit's scores
-  // Counts of what was before this unit, from which phases of barriers follow; computing warps have no registers for
-  // them.
-  u32 units;
+  // Counts of this CTA's earlier units and blocks, from which phases of barriers follow; computing warps have no
+  // registers for them.
+  u32 units_before;
   u32 blocks_before[2];  // those with an even number in their unit, and those with an odd one
 
   // Blocks before this one.
@@ -83,7 +83,7 @@ struct WideUnits {
   FP_DEVICE void publish(u32 use) const {
     shared.place_ring.wait_empty(use);
     WidePlace& to = shared.places[shared.place_ring.slot(use)];
-    to.units = use;
+    to.units_before = use;
     if (use == 0) {
       shared.cursor.first(params, Shared::unit_rows, to.place);
       to.blocks_before[0] = to.blocks_before[1] = 0;

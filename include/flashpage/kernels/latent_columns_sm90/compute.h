@@ -10,8 +10,9 @@
 
 namespace flashpage {
 
-// A warpgroup sums the values of 64 rows in the CTA's value columns. Converting rows is slower than the products, so a
-// block's products follow each other and its slot is free early; the other warpgroup's run during its exponentials.
+// A warpgroup sums the values of 64 rows in the CTA's value columns. Converting rows is slower than the products, so
+// each product ends before the next step begins, and a block's slot is free early. The other warpgroup's products run
+// during this one's exponentials.
 template <class Traits>
 struct ColumnsCompute {
   using Shared = ColumnsShared<Traits>;
@@ -44,7 +45,7 @@ struct ColumnsCompute {
       shared.query_ring.wait_full(unit_use);
       ptx::fence_before_products();  // Q was copied by cp.async
       run_unit(place);
-      unit_use = place.units + 1;
+      unit_use = place.units_before + 1;
       shared.place_ring.release(unit_use - 1);
     }
     if (threadIdx.x == first_thread) {
@@ -59,8 +60,8 @@ struct ColumnsCompute {
     const WidePlace& place;
     Softmax& softmax;
     Values& values;
-    Scores& scores;   // of the block whose softmax is next
-    Scores& product;  // in flight: this CTA's terms of scores
+    Scores& scores;
+    Scores& product;  // this CTA's terms of scores, in flight
     float (&factor)[1][2];
   };
 
@@ -74,17 +75,17 @@ struct ColumnsCompute {
     const bool has_sinks = params.sinks && !(Shared::takes_turns && group == 1);
     if (has_sinks) begin_with_sinks(softmax, rows_of(place));
     if constexpr (Shared::takes_turns) {
-      attend_in_order(state, group, 2);
+      attend(state, group, 2);
     } else {
-      attend_in_order(state, 0, 1);
+      attend(state, 0, 1);
     }
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::last_tile);
     const Output output{shared, params, place.place, first_row() + warp * 16 + lane / 4, lane};
     if constexpr (Shared::takes_turns) {
       if (group == 0) {
-        output.template write_half<0>(softmax, values, place.blocks, place.units);
+        output.template write_half<0>(softmax, values, place.blocks, place.units_before);
       } else {
-        output.template write_half<1>(softmax, values, place.blocks, place.units);
+        output.template write_half<1>(softmax, values, place.blocks, place.units_before);
       }
       if (place.blocks > group) exchange.release();  // of the last block: its memory has also passed values
     } else {
@@ -93,7 +94,7 @@ struct ColumnsCompute {
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::written);
   }
 
-  // `number`: of the block among those of this warp.
+  // `number`: how many blocks this warp had before this one.
   FP_DEVICE void multiply_keys(State& state, u32 of_use, u32 number) {
     issue_keys(state.product, of_use);
     ptx::wgmma_wait<0>();
@@ -102,8 +103,8 @@ struct ColumnsCompute {
     exchange.send(state.scores, number);
   }
 
-  // Without a product in flight during the softmax, from the warpgroup's first block on.
-  FP_DEVICE void attend_in_order(State& state, int first, int stride) {
+  // Each `stride`-th block of the unit, from the block `first` on.
+  FP_DEVICE void attend(State& state, int first, int stride) {
     const int blocks = state.place.blocks;
 #pragma unroll 1
     for (int block = first; block < blocks; block += stride) {
@@ -132,7 +133,7 @@ struct ColumnsCompute {
     return {params, place.place.item, place.place.unit, first_row() + warp * 16, lane};
   }
   FP_DEVICE void release_query(const WidePlace& place) const {
-    if (lane == 0) shared.query_ring.release(place.units);
+    if (lane == 0) shared.query_ring.release(place.units_before);
   }
 
   // Issues product = Q K^T for this CTA's columns.
@@ -180,7 +181,7 @@ struct ColumnsCompute {
     ptx::wgmma_commit();
   }
 
-  // Makes a finished product the scores of the next softmax, so that its registers take another product.
+  // Makes a finished product the block's scores. Products straight into the scores make rows of 584 bytes spill.
   FP_DEVICE static void take_product(State& state) {
     ptx::wgmma_settle(state.product[0]);
 #pragma unroll

@@ -1,5 +1,5 @@
-// The converting warps of latent_columns_sm90, and the loading warps of the tail of rows in fp8: they copy a part of
-// the columns to memory of their own, and write it to slots in the type of the products.
+// The warps of latent_columns_sm90 that convert values, and those that convert the tail: they copy a part of the
+// columns to memory of their own, and write it to slots in the type of the products.
 #pragma once
 #include "flashpage/kernels/latent_columns_sm90/shared.h"
 #include "flashpage/ptx/compiler.h"
@@ -50,7 +50,7 @@ struct ColumnsConvert {
   using Cache = typename Traits::Cache;
   using Rows = KvRows<Traits::kv_source>;
   using Present = typename Shared::Present;
-  using Format = typename LatentFormatOf<Traits, Traits::latent_format>::type;
+  using Format = typename Shared::Format;
   static constexpr int rows = Shared::tokens / Shared::sharers;  // of the warp, in a block
   using Stored = typename select_type<is_tail, typename Format::Rest, E4m3>::type;
   static constexpr int columns = is_tail ? Tile::tail_columns : Tile::part_panels * Tile::panel_columns;

@@ -23,7 +23,7 @@ template <class Given>
 struct LatentColumnsSm90 {
   using Traits = typename ColumnsStages<Given>::Traits;
   using Shared = ColumnsShared<Traits>;
-  using Warps = ColumnsWarps<Traits>;
+  using Warps = ColumnsWarps;
   static constexpr int threads = Warps::threads;
   static constexpr int ctas_per_sm = 1, cluster_rows = 0;
   static constexpr int shared_bytes = sizeof(Shared);

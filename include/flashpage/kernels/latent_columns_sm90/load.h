@@ -1,5 +1,5 @@
-// The loading warps of latent_columns_sm90: one goes through the plan and loads Q; two convert the tail of rows, and
-// four the values.
+// The loading warps of latent_columns_sm90: one goes through the plan and loads Q, two convert the tail of rows, and
+// four convert the values.
 #pragma once
 #include "flashpage/kernels/latent_columns_sm90/convert.h"
 #include "flashpage/ptx/cp_async.h"

@@ -7,8 +7,7 @@
 
 namespace flashpage {
 
-// The roles of the warps. Rows in fp8 are converted by a second loading warpgroup.
-template <class Traits>
+// The roles of the warps. A second loading warpgroup converts the value columns.
 struct ColumnsWarps {
   static constexpr int first_converter = 4, converters = 4;
   static constexpr int loading = first_converter + converters;  // whole warpgroups, because setmaxnreg works on them
@@ -16,10 +15,9 @@ struct ColumnsWarps {
   static constexpr int groups = 2;                              // computing warpgroups
   static constexpr int computing = group * groups;
   static constexpr int threads = 32 * (loading + computing);
-  static constexpr int plan_warp = 3;  // goes through the plan and loads Q; each other loading warp has a part
-  static constexpr int first_registers = 65536 / threads / 8 * 8;  // of a thread, when the launch begins
-  // Warpgroups share the registers of the launch, a multiple of 8 a thread; one that takes more than are left waits
-  // for ever.
+  static constexpr int plan_warp = 3;                      // goes through the plan and loads Q
+  static constexpr int first_registers = 65536 / threads;  // of a thread, when the launch begins
+  // Warpgroups share the registers of the launch; one that takes more than are left waits for ever.
   static constexpr bool fit(int of_loading, int of_computing, int of_converting) {
     return first_converter * of_loading + converters * of_converting + computing * of_computing <=
            (loading + computing) * first_registers;
@@ -28,9 +26,10 @@ struct ColumnsWarps {
 
 template <class Traits>
 struct ColumnsShared {
-  using Warps = ColumnsWarps<Traits>;
+  using Warps = ColumnsWarps;
   using Cache = typename Traits::Cache;
   using Tile = ColumnsTile<Traits>;
+  using Format = typename LatentFormatOf<Traits, Traits::latent_format>::type;
   static constexpr int tokens = Tile::rows;      // of a block
   static constexpr int group_rows = Tile::rows;  // packed rows of a warpgroup
   static constexpr int unit_rows = Traits::tile_q * Traits::ctas;
@@ -40,20 +39,19 @@ struct ColumnsShared {
   static constexpr int readers = takes_turns ? Warps::group : Warps::computing;  // warps, of a slot
   static constexpr int slots_ahead = Traits::stages, places_ahead = 2;
   static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
-  static_assert(converts_latents<Traits>);
+  static_assert(converts_latents<Traits>, "latent_wide_sm90 takes rows that need no conversion");
   using Present = PresentTokens<Traits::kv_source>;
   // Two warps convert a part, each the rows of half of the tokens.
   static constexpr int sharers = 2;
-  // Arrivals at a part's barrier: of the lanes that convert.
-  static constexpr int converting_lanes = 32 * sharers;
-  // Registers of a thread. Warpgroups that take turns have no scores in flight, and leave more; so do loading warps
-  // that have no tail to convert.
+  static constexpr int converting_lanes = 32 * sharers;  // of a part; all arrive at its barrier
+  // Registers of a thread. Where warpgroups take turns, converting warps read ahead (ColumnsConvert::reads_ahead). The
+  // registers for that come from the computing warps or, without a tail to convert, from the loading ones.
   static constexpr bool has_tail = Tile::tail_columns > 0;
   static constexpr int loading_registers = has_tail ? 48 : 40;
   static constexpr int converting_registers = !takes_turns ? 48 : has_tail ? 64 : 56;
   static constexpr int computing_registers = takes_turns && has_tail ? 200 : 208;
   // Whether the last panel of value columns has 16 bits (DeepSeek V4).
-  static constexpr bool has_rest_panel = Traits::latent_format == LatentFormat::deepseek_v4;
+  static constexpr bool has_rest_panel = Format::quantised < Traits::head_dim_vo;
   static constexpr int pieces_ahead = 8;  // of 16 bytes, of each lane of a converting warp: a block
   static_assert(Warps::fit(loading_registers, computing_registers, converting_registers));
   static_assert(!takes_turns || slots_ahead % 2 == 0);
@@ -73,8 +71,7 @@ struct ColumnsShared {
   u64 full[slots_ahead][columns_parts];
   u64 empty[slots_ahead];
   u64 scores_full[Warps::computing], scores_read[Warps::computing];  // of each warp's part of `received`
-  // Barriers of computing warps, at which all lanes arrive.
-  u64 met[takes_turns ? Warps::group : 1];  // the two warps with the same rows
+  u64 met[takes_turns ? Warps::group : 1];  // of the two computing warps with the same rows; all lanes arrive
   SlotRing<places_ahead> place_ring;
   SlotRing<1> query_ring;
 

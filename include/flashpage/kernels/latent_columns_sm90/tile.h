@@ -6,7 +6,7 @@
 
 namespace flashpage {
 
-// The columns that a loading warp loads: the first and the second half of the CTA's value columns, and its half of the
+// The columns that two warps convert: the first and the second half of the CTA's value columns, and its half of the
 // tail.
 enum class ColumnsPart { first, second, tail };
 inline constexpr int columns_parts = 3;

@@ -5,10 +5,11 @@
 // almost complete, and while they run, that block's probabilities are computed. So the tensor cores never wait for
 // exponentials.
 //
-// Of rows that boxes bring, more than 64 are a pair of CTAs, which pass their probabilities to each other: each sums
-// half of the value columns for the rows of both. So it needs half of a block's columns for scores alone, and has
-// memory for three blocks of the other half, whose loads have the time of a whole block. Two pairs may share a unit of
-// 256 rows: they read its tokens at the same time, and mostly from the L2.
+// More than 64 rows are a pair of CTAs if the copy engine loads boxes of tokens (load.h). The CTAs pass their
+// probabilities to each other, and each sums half of the value columns for the rows of both. So it needs half of a
+// block's columns for scores alone, and has memory for three blocks of the other half, whose loads have the time of a
+// whole block. Two pairs may share a unit of 256 rows: they read its tokens at the same time, and mostly from the L2.
+// Single rows (rows.h) are loaded by CTAs without a partner, in units of 64 rows.
 #pragma once
 #include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/kernels/latent_wide_sm90/load.h"

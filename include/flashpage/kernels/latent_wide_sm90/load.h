@@ -1,5 +1,5 @@
-// The loading warps of latent_wide_sm90: one goes through the plan and loads Q; the others load rows, by boxes a part
-// of the columns each.
+// The loading warps of latent_wide_sm90: one goes through the plan and loads Q. The others load tokens: boxes of them,
+// where each warp has a part of the columns, or single rows, which the warps share (rows.h).
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/rows.h"
 #include "flashpage/ptx/compiler.h"
@@ -113,9 +113,6 @@ struct WideLoad {
     units.load_blocks(WideBoxes<Traits, part>(shared, params, maps), part == WidePart::first);
   }
 
-  // The first row of a unit that belongs to this CTA.
-  FP_DEVICE static int first_row() { return static_cast<int>(ptx::rank_among<Traits::ctas>()) * Shared::rows; }
-
   // Loads this CTA's rows of the unit.
   FP_DEVICE void load_query(const Place& place, u32 use) const {
     if (params.query_box_rows > 0) {
@@ -127,7 +124,7 @@ struct WideLoad {
   // Rows beyond the unit are zero or belong to another request; their results are not stored.
   FP_DEVICE void load_query_boxes(const Place& place, u32 use) const {
     u32 row, head;
-    params.group.divmod(place.unit.first_row + first_row(), row, head);
+    params.group.divmod(place.unit.first_row + Shared::first_row(), row, head);
     const u32 barrier = shared.query_ring.full_barrier(use), to = ptx::shared_address(shared.query);
     shared.query_ring.wait_empty(use);
     if (lane == 0) {
@@ -144,16 +141,17 @@ struct WideLoad {
   // Rows that do not exist become zero.
   FP_DEVICE void load_query_rows(const Place& place, u32 use) const {
     constexpr int chunks = Tile::used_bytes / 16;
-    // Rows without a tail are two whole copies, and two of them at a time would spill. So would places in rows that
-    // stay in registers.
+    // A row without a tail is two copies of all lanes, and two such rows at a time would spill. So would the lane's
+    // offsets in the rows if they stayed in registers: the opaque lane has them computed again.
     constexpr int together = Shared::tail_panels > 0 ? 2 : 1;
     const int own = static_cast<int>(ptx::opaque(lane));
-    const i32 count = place.unit.num_rows - first_row();
+    const i32 count = place.unit.num_rows - Shared::first_row();
     u64 mine[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      mine[i] = reinterpret_cast<u64>(static_cast<const typename Traits::Cache*>(params.q) +
-                                      query_offset(params, place.item, place.unit, first_row() + i * 32 + lane));
+      mine[i] =
+          reinterpret_cast<u64>(static_cast<const typename Traits::Cache*>(params.q) +
+                                query_offset(params, place.item, place.unit, Shared::first_row() + i * 32 + lane));
     shared.query_ring.wait_empty(use);
     const u32 to = ptx::shared_address(shared.query);
 #pragma unroll

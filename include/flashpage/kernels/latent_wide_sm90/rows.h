@@ -1,4 +1,4 @@
-// Loads single rows by cp.async: those that a list names, or of small pages.
+// Loads single rows of latent_wide_sm90 by cp.async: the rows of a list, or of pages without boxes.
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/shared.h"
 #include "flashpage/ptx/cp_async.h"
@@ -40,7 +40,7 @@ struct WideRows {
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
       const WideQuarter quarter = shared.kept_quarter(i, use);
-      if (Shared::is_selected && i == 0) note(quarter, use, present);
+      if (Shared::is_selected && i == 0) write_present(quarter, use, present);
       copy_panels<Shared::quarter_panels>(quarter, params.k, mine, present);
     }
   }
@@ -64,7 +64,7 @@ struct WideRows {
     return static_cast<u32>(elements * sizeof(typename Traits::Cache) / 16);
   }
   // Tells the scoring warps which tokens of a list's block exist.
-  FP_DEVICE void note(const WideQuarter& first, u32 use, u32 present) const {
+  FP_DEVICE void write_present(const WideQuarter& first, u32 use, u32 present) const {
     wait_empty(first);
     const int group = warp() + lane() * loaders;
     if (group < Shared::row_groups) shared.present[Shared::slot(use)][group] = present >> lane() * in_group & 15;
@@ -86,6 +86,7 @@ struct WideRows {
     wait_empty(quarter);
 #pragma unroll
     for (int i = 0; i < groups; ++i) {
+      // Some warps have a group less.
       if ((i + 1) * loaders > Shared::row_groups && warp() + i * loaders >= Shared::row_groups) break;
       const int later = i * loaders * in_group;  // rows after the first group's
       const u8* const row = from + static_cast<u64>(at[i]) * 16;

@@ -109,18 +109,20 @@ struct WideScores {
   FP_DEVICE void let_values_begin(u32 use) const {
     ptx::mbarrier_arrive(ptx::shared_address(&shared.scored[Shared::slot(use)][warp]));
   }
+  // Whether the block's value columns have arrived.
   FP_DEVICE bool has_arrived(u32 use) const {
-    bool is_late = false;
+    bool is_missing = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const WideQuarter first = shared.template quarter_of<WidePart::first>(i, use);
       const WideQuarter second = shared.template quarter_of<WidePart::second>(i, use);
-      is_late = is_late || !ptx::mbarrier_test(ptx::shared_address(first.full), first.phase) ||
-                !ptx::mbarrier_test(ptx::shared_address(second.full), second.phase);
+      is_missing = is_missing || !ptx::mbarrier_test(ptx::shared_address(first.full), first.phase) ||
+                   !ptx::mbarrier_test(ptx::shared_address(second.full), second.phase);
     }
-    return !__any_sync(0xffffffff, is_late);
+    return !__any_sync(0xffffffff, is_missing);
   }
-  // Releases the columns that were needed for scores alone: all but the last ones, and those.
+  // Columns that are needed for scores alone are released when their products are complete: in a pair the tail and the
+  // first passing quarter before the second one. A CTA without a partner has the tail alone.
   FP_DEVICE void release_first_columns(u32 use) const {
     if constexpr (is_pair) {
       if (Shared::tail_panels > 0) Shared::release(shared.tail_empty[Shared::tail_slot(use)], lane);
@@ -135,7 +137,7 @@ struct WideScores {
     }
   }
   FP_DEVICE void release_query(const WidePlace& place) const {
-    if (lane == 0) shared.query_ring.release(place.units);
+    if (lane == 0) shared.query_ring.release(place.units_before);
   }
 
   FP_DEVICE void hold_query() {
@@ -247,7 +249,7 @@ struct WideScores {
     const Unit& unit = place.place.unit;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = cta_row() + warp * 16 + lane / 4 + half * 8;
+      const int row = Shared::first_row() + warp * 16 + lane / 4 + half * 8;
       if (lane % 4 != 0 || row >= unit.num_rows) continue;
       if (float* lse = lse_target(params, place.place.item, unit, row))
         *lse = row_lse(softmax.maximum[0][half], totals[half]);
@@ -256,10 +258,8 @@ struct WideScores {
     pass(make_float2(totals[0], totals[1]));
   }
 
-  // The first row of a unit that belongs to this CTA.
-  FP_DEVICE static int cta_row() { return static_cast<int>(ptx::rank_among<Traits::ctas>()) * Shared::rows; }
   FP_DEVICE WarpRows rows_of(const WidePlace& place) const {
-    return {params, place.place.item, place.place.unit, cta_row() + warp * 16, lane};
+    return {params, place.place.item, place.place.unit, Shared::first_row() + warp * 16, lane};
   }
 };
 

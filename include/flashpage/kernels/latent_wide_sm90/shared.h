@@ -2,14 +2,15 @@
 #pragma once
 #include "flashpage/common/math.h"
 #include "flashpage/kernels/wide_units.h"
+#include "flashpage/ptx/cluster.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/layout/swizzled_rows.h"
 
 namespace flashpage {
 
-// The columns of a block of latent rows that one warp loads: those that are no values, and two parts of the values. In
-// a pair of CTAs these are the half that this CTA keeps until it has multiplied it, and the half that it needs for
-// scores alone; else every other quarter.
+// The columns of a block of latent rows that one warp loads as boxes: two parts of the value columns, and the tail,
+// which has no values. In a pair of CTAs the first part is the half that this CTA keeps until it has multiplied it, and
+// the second one the half that it needs for scores alone. Else each part has every other quarter.
 enum class WidePart { first, second, tail };
 
 // The roles of the warps: a loading warpgroup, one for scores, and two for values.
@@ -21,12 +22,12 @@ struct WideRoles {
   static constexpr int first_registers = 65536 / threads;  // of a thread, when the launch begins
 };
 
-// A quarter of a block's value columns: where it is in shared memory, and its barriers.
+// A quarter of a block's value columns, or its tail: where it is in shared memory, and its barriers.
 struct WideQuarter {
   u8* memory;
   u64 *full, *empty;
-  u32 phase;  // of the barriers
-  int first_panel;
+  u32 phase;        // of the barriers
+  int first_panel;  // of the value columns; 0 for the tail, which has a view of its own
 };
 
 template <class Traits>
@@ -40,8 +41,8 @@ struct WideShared {
   static constexpr bool has_boxes = Traits::loader == Loader::boxes;
   // Lists of tokens may have gaps.
   static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
-  static_assert(has_boxes ? !is_selected : !is_pair);
-  // Rows of a block that loading warps copy one by one, in groups that they take in turn.
+  static_assert(has_boxes ? !is_selected : !is_pair, "lists have no boxes, and CTAs that load single rows no partner");
+  // Single rows of a block are in groups, which loading warps take in turn.
   static constexpr int group_rows = 4, row_groups = tokens / group_rows;
   using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;  // a block, or Q
   static constexpr int value_panels = Traits::head_dim_vo / Tile::panel_columns, half_panels = value_panels / 2;
@@ -90,13 +91,13 @@ struct WideShared {
 
   // Called by one thread.
   FP_DEVICE void init() {
-    const auto all = [](auto& barriers, u32 arrivals) {
-      for (u64& barrier : barriers) ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+    const auto all = [](auto& barriers, u32 count) {
+      for (u64& barrier : barriers) ptx::mbarrier_init(ptx::shared_address(&barrier), count);
     };
-    // Lanes arrive at the first quarter's once more after they have written `present`.
+    // At a first quarter's barrier each lane arrives once more, after it has written `present`.
     for (auto& block : kept_full)
-      for (u64& barrier : block)
-        ptx::mbarrier_init(ptx::shared_address(&barrier), is_selected && &barrier == block ? 2 * arrivals : arrivals);
+      for (int i = 0; i < kept; ++i)
+        ptx::mbarrier_init(ptx::shared_address(&block[i]), is_selected && i == 0 ? 2 * arrivals : arrivals);
     for (auto& block : kept_empty) all(block, readers * WideRoles::group);
     all(passing_full, 1);
     all(passing_empty, WideRoles::group);
@@ -112,13 +113,16 @@ struct WideShared {
     ptx::mbarrier_init_fence();
   }
 
+  // This CTA's first row of a unit.
+  FP_DEVICE static int first_row() { return static_cast<int>(ptx::rank_among<Traits::ctas>()) * rows; }
+
   // `use` counts the blocks of all units.
   FP_DEVICE static u32 slot(u32 use) { return use % kept_blocks; }
   FP_DEVICE static u32 kept_phase(u32 use) { return use / kept_blocks & 1; }
   FP_DEVICE static u32 tail_slot(u32 use) { return use % tail_slots; }
   FP_DEVICE static u32 tail_phase(u32 use) { return use / tail_slots & 1; }
   // The messages of all units before this block's: one a block, and one a unit.
-  FP_DEVICE static u32 message(const WidePlace& place, int block) { return place.use(block) + place.units; }
+  FP_DEVICE static u32 message(const WidePlace& place, int block) { return place.use(block) + place.units_before; }
 
   // Called by each warp that has read columns.
   FP_DEVICE static void release(const u64& empty, int lane) {

@@ -46,7 +46,7 @@ struct WideValues {
   }
 
  private:
-  // Few registers are left for what the thread's number says.
+  // Computed wherever they are used, because few registers are left to hold them.
   FP_DEVICE static int thread() { return threadIdx.x % 128; }  // of the warpgroup
   FP_DEVICE static int warp() { return threadIdx.x / 32 % 4; }
   FP_DEVICE static int lane() { return threadIdx.x % 32; }
@@ -58,13 +58,13 @@ struct WideValues {
 
   FP_DEVICE void add_block(const WidePlace& place, Values& values, int block) {
     const u32 use = place.use(block), slot = Shared::slot(use);
-    // The other CTA's probabilities do not say that this CTA's columns have arrived; its own scores do. Those of later
-    // blocks have been waited for.
+    // This CTA's scores say that its columns have arrived, which the other CTA's probabilities do not. A later block's
+    // scores were waited for before the values of the block before it.
     if (block == 0) wait_for_scores(use);
     Fragments probabilities;
     take_over(values, probabilities, Shared::message(place, block));
     clear_hidden(place, block, slot);
-    if (block + 1 < place.blocks) wait_for_scores(use + 1);  // whose products come first
+    if (block + 1 < place.blocks) wait_for_scores(use + 1);  // its products of scores come first
     if constexpr (!Shared::has_boxes) ptx::fence_before_products();
     ptx::wgmma_fence();
     issue_quarter<0>(values, probabilities, slot);
