@@ -10,8 +10,8 @@ import random
 from flashpage.base.errors import CapabilityError
 from flashpage.jit import Target
 from flashpage.jit.targets import PTX
-from flashpage.kernels import ATTENTION, blocks, devices, helpers
-from flashpage.kernels.ahead import BF16, E4M3, FP16, ONE_TOKEN, RAGGED, Ahead, latent_rows
+from flashpage.kernels import ATTENTION, blocks, devices, helpers, latent_formats
+from flashpage.kernels.ahead import BF16, E4M3, FP16, ONE_TOKEN, RAGGED, Ahead, fp8_rows, latent_rows
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.context_classes import CLASSES
 from flashpage.kernels.devices import Device
@@ -81,8 +81,8 @@ _CHECKED_OF_HOPPER = (
 _LATENT = (
     *latent_rows(64, 32, 16),
     *(
-        Ahead(BF16, E4M3, (columns, 512), rows, 64, kv_source="latent", latent_format=name)
-        for name, columns, rows in (("deepseek_v32", 576, 32), ("deepseek_v4", 512, 64), ("scaled", 576, 16))
+        fp8_rows(name, rows, "latent")
+        for name, rows in zip((*latent_formats.PACKED, latent_formats.SCALED), itertools.cycle((32, 64, 16)))
     ),
 )
 

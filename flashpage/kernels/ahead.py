@@ -77,16 +77,25 @@ def latent_rows(*packed_rows: int, page_size: int = 64, kv_source: str = "latent
     return more(*(Ahead(BF16, BF16, (576, 512), n, page_size, kv_source=kv_source) for n in packed_rows))
 
 
-def listed_fp8_rows(*packed_rows: int) -> tuple[Ahead, ...]:
-    """Lists of rows of 656 bytes, and of rows of 584 bytes with the outputs of one of two caches."""
-    formats = (("deepseek_v32", 576, None), ("deepseek_v4", 512, DType.FLOAT32))
-    return more(
-        *(
-            Ahead(BF16, E4M3, (columns, 512), n, 64, kv_source="selected", latent_format=name, out_dtype=out_dtype)
-            for n in packed_rows
-            for name, columns, out_dtype in formats
-        )
+def fp8_rows(name: str, packed_rows: int, kv_source: str) -> Ahead:
+    """Rows in fp8 of a format that models have."""
+    packed = latent_formats.packed(name)
+    dims, has_states = (packed.head_dims, packed.has_two_caches) if packed else ((512, 64), False)
+    return Ahead(
+        BF16,
+        E4M3,
+        (sum(dims), dims[0]),
+        packed_rows,
+        64,
+        kv_source=kv_source,
+        latent_format=name,
+        out_dtype=DType.FLOAT32 if has_states and kv_source == "selected" else None,
     )
+
+
+def listed_fp8_rows(*packed_rows: int) -> tuple[Ahead, ...]:
+    """Lists of rows that hold their scales."""
+    return more(*(fp8_rows(name, n, "selected") for n in packed_rows for name in latent_formats.PACKED))
 
 
 def more(*rows: Ahead) -> tuple[Ahead, ...]:

@@ -5,13 +5,10 @@ A new format is a struct and a `LatentFormatOf` in that header, a name in `Laten
 
 - `_write_packed` of flashpage/wrappers/latent_append.py, which appends on the CPU;
 - `_stored` of latent_decode_sm90.py and `_value_columns` of latent_wide_sm90.py, which say what converting warps take;
-- `listed_fp8_rows` of ahead.py and `_LATENT` of aot/specs.py, which build kernels ahead of time;
-- the message of `lists_of` in flashpage/engines/flash_mla/sparse.py, which lists the sizes of rows; `_ROW_FORMATS` of
-  flashpage/engines/vllm/plugin/sparse.py, if a cache type of vLLM has it;
+- `_ROW_FORMATS` of flashpage/engines/vllm/plugin/sparse.py, if a cache type of vLLM has it;
 - `_packed` and `arrange` of tests/support/latent_rows.py, `row_format` of tests/support/cases/case.py, cases in
-  tests/support/cases/latent.py and tests/kernels/test_latent_kernel.py, `FORMS` and `Cache` of
-  tests/api/test_mla_append.py, `_LATENT_ROWS` of tests/support/fuzz_wrappers.py, and `Kind` of
-  tests/native/table_rows.h with `ROWS` of tests/support/arm_table.py;
+  tests/support/cases/latent.py and tests/kernels/test_latent_kernel.py, and `Kind` of tests/native/table_rows.h with
+  `ROWS` of tests/support/arm_table.py;
 - docs/latent_sm90.md, docs/guides/mla.md, and `kv_row_format` in the docstrings of wrappers/latent.py and
   wrappers/append.py.
 """
@@ -39,6 +36,7 @@ class LatentRowFormat:
     scale_columns: int  # that share a scale
     why: str
     by_page: bool = False  # scales follow all rows of a page, so that tokens are not row_bytes apart
+    has_two_caches: bool = False  # a row of q reads a window of one and a list of another: their states are fp32
 
 
 PACKED = {
@@ -56,6 +54,7 @@ PACKED = {
         scale_columns=64,
         why="DeepSeek V4: 448 e4m3, 64 bf16, eight bytes of scales",
         by_page=True,
+        has_two_caches=True,
     ),
 }
 

@@ -13,28 +13,29 @@ from native_build import shared_library, traits_flags
 import flashpage
 from flashpage import CapabilityError, RunError, native
 from flashpage.base.dtypes import DType
+from flashpage.kernels.latent_formats import PACKED
 from flashpage.kernels.spec import KernelSpec
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 PAGE, PAGES, TOKENS = 4, 5, 9
 ROWS, CACHE = torch.ones(TOKENS, 512), torch.zeros(PAGES, PAGE, 512, dtype=torch.float8_e4m3fn)
-FORMS = ["numbers", "tokens", "deepseek_v32", "deepseek_v4"]
+FORMS = ["numbers", "tokens", *PACKED]
 
 
 class Cache:
     """An empty cache of a format, and new tokens of two requests; entry 4 is padding."""
 
     def __init__(self, form: str, device: str = "cpu") -> None:
-        self.form, self.is_packed = form, form.startswith("deepseek")
+        self.form, self.is_packed = form, form in PACKED
         generator = torch.Generator().manual_seed(5)
-        kpe = 0 if form == "deepseek_v4" else 64
+        kpe = PACKED[form].head_dims[1] if self.is_packed else 64
         factors = 2.0 ** torch.arange(-4, 5)[:, None]  # rows of other sizes
         self.rows = (torch.randn(TOKENS, 512 + kpe, generator=generator) * factors).bfloat16().to(device)
         self.rows[2] = 0
         if self.is_packed:
-            size = 584 if form == "deepseek_v4" else 656
-            self.caches: list[Any] = [torch.full((PAGES, PAGE, size), 255, dtype=torch.uint8, device=device), None]
+            shape = (PAGES, PAGE, PACKED[form].row_bytes)
+            self.caches: list[Any] = [torch.full(shape, 255, dtype=torch.uint8, device=device), None]
         else:
             filled = torch.full((PAGES, PAGE, 576), math.nan, device=device).to(torch.float8_e4m3fn)
             self.caches = [filled[..., :512], filled[..., 512:]]
@@ -79,7 +80,7 @@ def test_rows_are_read_as_they_were_written(form: str, device: str) -> None:
     is_token = torch.arange(TOKENS, device=device) != 4
     error, most = (found - given)[is_token].abs(), given[is_token].abs().amax(1, keepdim=True)
     least = most * 2.0**-15 if form != "numbers" else 0.5 * 2.0**-10
-    rest = slice(448 if form == "deepseek_v4" else 512, None)
+    rest = slice(PACKED[form].quantised if cache.is_packed else 512, None)
     assert (error <= given[is_token].abs() * 2.0**-4 + least + 0.5 * 2.0**-10).all()
     if cache.is_packed:
         assert (error[:, rest] <= given[is_token][:, rest].abs() * 1e-6).all()

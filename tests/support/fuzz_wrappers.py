@@ -18,6 +18,7 @@ from reference import attention
 
 import flashpage
 from flashpage import pod, sparse
+from flashpage.kernels.latent_formats import PACKED
 
 WORKSPACE_BYTES = 64 << 20
 _HEADS = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))  # query heads of a KV head, KV heads
@@ -301,8 +302,12 @@ def variable_matrices(draw: st.DrawFn, chosen: list[Format]) -> VariableRow:
 # Formats of rows, and their columns.
 _LATENT_ROWS: list[dict[str, Any]] = [
     *({"head_dim": qk, "head_dim_vo": vo, "row_format": ""} for qk, vo in ((576, 512), (320, 256))),
-    *({"head_dim": 576, "head_dim_vo": 512, "row_format": name} for name in ("numbers", "tokens", "deepseek_v32")),
-    *({"head_dim": 512, "row_format": "deepseek_v4", "cache": "tuple", "page_size": size} for size in (16, 64)),
+    *({"head_dim": 576, "head_dim_vo": 512, "row_format": name} for name in ("numbers", "tokens")),
+    *(
+        {"head_dim": sum(packed.head_dims), "head_dim_vo": packed.head_dims[0], "row_format": name} | where
+        for name, packed in PACKED.items()
+        for where in ([{"cache": "tuple", "page_size": size} for size in (16, 64)] if packed.by_page else [{}])
+    ),
 ]
 
 

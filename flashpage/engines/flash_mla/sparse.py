@@ -113,10 +113,8 @@ def lists_of(cache: Any, indices: Any, lengths: Any, rows: tuple[int, ...], name
             f"pass int32 of {(*rows, 'topk')}, as q has such rows."
         )
     if cache.dim() and cache.element_size() == 1 and cache.shape[-1] not in _FORMATS:
-        raise RunError(
-            f"{names[0]} has rows of {cache.shape[-1]} bytes: pass 656 (DeepSeek V3.2) or 584 (V4), or elements of "
-            "q's type."
-        )
+        sizes = " or ".join(f"{size} ({name})" for size, name in _FORMATS.items())
+        raise RunError(f"{names[0]} has rows of {cache.shape[-1]} bytes: pass {sizes}, or elements of q's type.")
     if lengths is not None:
         lengths = checks.tensor(lengths, names[2], RunError)
         if lengths.shape != rows[:1] or lengths.dtype != torch.int32 or lengths.device != indices.device:
