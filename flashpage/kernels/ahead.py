@@ -78,7 +78,8 @@ def latent_rows(*packed_rows: int, page_size: int = 64, kv_source: str = "latent
 
 
 def fp8_rows(name: str, packed_rows: int, kv_source: str) -> Ahead:
-    """Rows in fp8 of a format that models have."""
+    """Rows in fp8, of DeepSeek V3's columns where the format leaves them open. Lists of a format with two caches have
+    fp32 outputs, which are merged."""
     packed = latent_formats.packed(name)
     dims, has_states = (packed.head_dims, packed.has_two_caches) if packed else ((512, 64), False)
     return Ahead(

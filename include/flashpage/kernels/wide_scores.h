@@ -36,8 +36,7 @@ FP_DEVICE void prepare_scores(float (&scores)[1][chunks][4], const WidePlace& pl
   }
 }
 
-// As SoftmaxState, with less headroom, and for maxima that move in few rows at a time. `raise` subtracts the headroom
-// from the scores: as a sum with the maxima it makes latent_columns_sm90 over lists spill.
+// As SoftmaxState, with less headroom, and for maxima that move in few rows at a time.
 struct WideSoftmax : SoftmaxState<1> {
   template <int token_tiles>
   FP_DEVICE bool raise(const float (&scores)[1][token_tiles][4], float scale, float (&factor)[1][2]) {
