@@ -32,17 +32,19 @@ struct WideRows {
   FP_DEVICE void load(int block, u32 use) {
     const u32 present = __ballot_sync(0xffffffff, found >= 0);  // a bit for each of the warp's rows
     const CacheSlot slot = Rows(params, place->place.item.kv_offset).slot(max_of(found, 0), token_of(block));
-    const u32 mine = offset_in(params.k, slot);
-    [[maybe_unused]] const u32 in_tail = offset_in(params.v, slot);
-    found = look_up(block + 1);
-    if constexpr (Shared::tail_panels > 0)
-      copy_panels<Shared::tail_panels>(shared.tail_of(use), params.v, in_tail, present);
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) {
-      const WideQuarter quarter = shared.kept_quarter(i, use);
-      if (Shared::is_selected && i == 0) write_present(quarter, use, present);
-      copy_panels<Shared::quarter_panels>(quarter, params.k, mine, present);
+    u64 rows[groups];
+    if constexpr (Shared::tail_panels > 0) {
+      find(params.v, slot, rows);
+      const WideQuarter tail = shared.tail_of(use);
+      wait_empty(tail);
+      copy<Shared::tail_panels, 0>(tail, rows, present);
     }
+    find(params.k, slot, rows);
+    found = look_up(block + 1);
+    copy_quarter<0>(use, rows, present);
+    copy_quarter<1>(use, rows, present);
+    copy_quarter<2>(use, rows, present);
+    copy_quarter<3>(use, rows, present);
   }
 
  private:
@@ -58,14 +60,16 @@ struct WideRows {
     const bool exists = token < min_of(end_of_block, place->place.unit.kv_end);
     return exists ? Rows(params, place->place.item.kv_offset).look_up(token) : -1;
   }
-  // Where a row is in a view, in units of 16 bytes.
-  FP_DEVICE static u32 offset_in(const KvView& view, const CacheSlot& slot) {
+  // The addresses that the lane copies from, in the first panel. Each row's comes from the lane that looked it up.
+  FP_DEVICE static void find(const KvView& view, const CacheSlot& slot, u64 (&rows)[groups]) {
     const i64 elements = slot.page * view.page_stride + slot.in_page * view.token_stride;
-    return static_cast<u32>(elements * sizeof(typename Traits::Cache) / 16);
+    const u64 mine = reinterpret_cast<u64>(view.data) + elements * sizeof(typename Traits::Cache);
+#pragma unroll
+    for (int i = 0; i < groups; ++i)
+      rows[i] = __shfl_sync(0xffffffff, mine, i * in_group + lane() / 8) + lane() % 8 * 16;
   }
   // Tells the scoring warps which tokens of a list's block exist.
   FP_DEVICE void write_present(const WideQuarter& first, u32 use, u32 present) const {
-    wait_empty(first);
     const int group = warp() + lane() * loaders;
     if (group < Shared::row_groups) shared.present[Shared::slot(use)][group] = present >> lane() * in_group & 15;
     ptx::mbarrier_arrive(ptx::shared_address(first.full));
@@ -74,27 +78,28 @@ struct WideRows {
     ptx::mbarrier_wait(ptx::shared_address(quarter.empty), quarter.phase ^ 1);
   }
 
-  // Copies panels of the rows that exist; others become zero. `mine`: where the lane's row is.
-  template <int panels>
-  FP_DEVICE static void copy_panels(const WideQuarter& quarter, const KvView& view, u32 mine, u32 present) {
-    const int lane_row = lane() / 8, chunk = lane() % 8;
-    const u8* const from = static_cast<const u8*>(view.data) + quarter.first_panel * 128 + chunk * 16;
-    const u32 to = ptx::shared_address(quarter.memory) + Tile::chunk_offset(warp() * in_group + lane_row, chunk);
-    u32 at[groups];
-#pragma unroll
-    for (int i = 0; i < groups; ++i) at[i] = __shfl_sync(0xffffffff, mine, i * in_group + lane_row);
+  template <int i>
+  FP_DEVICE void copy_quarter(u32 use, const u64 (&rows)[groups], u32 present) const {
+    const WideQuarter quarter = shared.kept_quarter(i, use);
     wait_empty(quarter);
+    if constexpr (Shared::is_selected && i == 0) write_present(quarter, use, present);
+    copy<Shared::quarter_panels, Shared::panel_of_quarter(i)>(quarter, rows, present);
+  }
+  // Copies panels of the rows that exist; others become zero.
+  template <int panels, int first_panel>
+  FP_DEVICE static void copy(const WideQuarter& quarter, const u64 (&rows)[groups], u32 present) {
+    const u32 to = ptx::shared_address(quarter.memory) + Tile::chunk_offset(warp() * in_group + lane() / 8, lane() % 8);
 #pragma unroll
     for (int i = 0; i < groups; ++i) {
       // Some warps have a group less.
       if ((i + 1) * loaders > Shared::row_groups && warp() + i * loaders >= Shared::row_groups) break;
-      const int later = i * loaders * in_group;  // rows after the first group's
-      const u8* const row = from + static_cast<u64>(at[i]) * 16;
+      const int later = i * loaders * in_group;                       // rows after the first group's
       const u32 here = (to ^ later % 8 * 16) + later * Tile::stride;  // the swizzle repeats itself after eight rows
 #pragma unroll
       for (int panel = 0; panel < panels; ++panel)
-        ptx::cp_async<16>(here + panel * Tile::panel_bytes, row + panel * 128,
-                          (present >> (i * in_group + lane_row) & 1) != 0);
+        ptx::cp_async<16>(here + panel * Tile::panel_bytes,
+                          reinterpret_cast<const void*>(rows[i] + (first_panel + panel) * 128),
+                          (present >> (i * in_group + lane() / 8) & 1) != 0);
     }
     ptx::mbarrier_arrive_after_copies(ptx::shared_address(quarter.full));
   }

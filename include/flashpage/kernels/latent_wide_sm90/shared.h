@@ -59,8 +59,8 @@ struct WideShared {
   static constexpr int kept_blocks = is_pair ? 3 : 2, tail_slots = is_pair ? 1 : 2;
   static constexpr int readers = is_pair ? 2 : 1;     // warpgroups of values that read a kept quarter
   static constexpr int messengers = is_pair ? 2 : 1;  // CTAs whose probabilities arrive here
-  // Registers of a thread. Pairs hold a part of Q, and warps that load rows have their places.
-  static constexpr int loading_registers = has_boxes ? 40 : 48;
+  // Registers of a thread. Pairs hold a part of Q, and warps that load single rows have their addresses.
+  static constexpr int loading_registers = has_boxes ? 40 : 56;
   static constexpr int scoring_registers = 160 - loading_registers;
   static constexpr int value_registers = 176;
   // A warpgroup that takes more registers than are left waits for ever.
@@ -133,11 +133,13 @@ struct WideShared {
     const u32 at = tail_slot(use);
     return {tails[at], &tail_full[at], &tail_empty[at], tail_phase(use), 0};
   }
+  // The first panel of a kept quarter of a CTA without a partner.
+  FP_DEVICE static constexpr int panel_of_quarter(int i) { return i % 2 * half_panels + i / 2 * quarter_panels; }
   // The kept quarters are in the order in which products of values end.
   FP_DEVICE WideQuarter kept_quarter(int i, u32 use) {
     const u32 at = slot(use);
-    const int panel = is_pair ? static_cast<int>(ptx::cluster_rank()) * half_panels + i * quarter_panels
-                              : i % 2 * half_panels + i / 2 * quarter_panels;
+    const int panel =
+        is_pair ? static_cast<int>(ptx::cluster_rank()) * half_panels + i * quarter_panels : panel_of_quarter(i);
     return {kept_values[at][i], &kept_full[at][i], &kept_empty[at][i], kept_phase(use), panel};
   }
   FP_DEVICE WideQuarter passing_quarter(int i, u32 use) {
