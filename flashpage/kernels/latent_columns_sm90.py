@@ -8,13 +8,14 @@ import dataclasses
 from . import latent_formats, latent_wide_sm90, wgmma_source
 from .ahead import listed_fp8_rows
 from .latent_decode_sm90 import loader, traits
-from .latent_wide_sm90 import MOST_BYTES_OF_ROWS, ROWS, many_rows, packed_rows
+from .latent_wide_sm90 import ROWS, many_rows, packed_rows
 from .spec import KernelSpec
 from .tile import Tile
 from .work import Work
 
 _TOKENS = 64  # of a block
 _MOST_STAGES = 8  # the header uses as many as fit
+_MOST_CACHE_BYTES = 1 << 36  # converting warps keep a row's place as 32 bits, in units of 16 bytes (convert.h)
 
 
 def _tile(work: Work) -> Tile:
@@ -41,7 +42,7 @@ KERNEL = dataclasses.replace(
     accepts=(many_rows, _in_fp8, *latent_wide_sm90.SHARED_RULES),
     loader=loader,
     tile=_tile,
-    most_cache_bytes=lambda spec: MOST_BYTES_OF_ROWS,
+    most_cache_bytes=lambda spec: _MOST_CACHE_BYTES,
     sources=lambda spec: wgmma_source.render_parts(spec, _columns_of_product(spec)),
     traits=traits,
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",

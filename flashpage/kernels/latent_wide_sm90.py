@@ -11,7 +11,7 @@ from . import latent_formats, wgmma_source
 from .ahead import ONE_TOKEN, latent_rows
 from .context_classes import ANY_ROWS, ContextClass, context_row
 from .devices import Device
-from .kernel import ANY_BYTES, HALF, LATENT_OUT, AttentionKernel, capability, dtypes
+from .kernel import HALF, LATENT_OUT, AttentionKernel, capability, dtypes
 from .latent_decode_sm90 import KERNEL as NARROW
 from .latent_decode_sm90 import only_latent_rows, plain, same_type, traits
 from .options import Options
@@ -22,7 +22,6 @@ from .work import Problem, Work
 
 ROWS = 64  # packed rows of a product
 _ROWS_OF_PAIR = 2 * ROWS
-MOST_BYTES_OF_ROWS = 1 << 36  # loading warps keep a row's place as 32 bits, in units of 16 bytes (rows.h, convert.h)
 _PRODUCTS = ("KeyProduct", "HeldKeyProduct", "ValueProduct")
 LEAST_PACKED_ROWS = 33  # fewer are computed transposed (latent_decode_sm90)
 # The clusters of one request read more slowly than their costs say: on an H200 both kernels take as long at 6,500
@@ -115,10 +114,6 @@ def _sources(spec: KernelSpec) -> str:
     return f"{wgmma_source.render_parts(spec, spec.head_dim_vo // 4)}\n\n{wgmma_source.render_held_keys(spec)}"
 
 
-def _most_cache_bytes(spec: KernelSpec) -> int:
-    return ANY_BYTES if spec.loader == "boxes" else MOST_BYTES_OF_ROWS
-
-
 def _value_columns(work: Work) -> str | None:
     """Value columns are four quarters of whole panels of 64 columns. Models have 256 and 512."""
     columns = work.options.head_dim_vo
@@ -167,7 +162,6 @@ KERNEL = AttentionKernel(
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,
-    most_cache_bytes=_most_cache_bytes,
     context_rows=_context_rows,
     context_tile=_context_tile,
     row_alignment=16,

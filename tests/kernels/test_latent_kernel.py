@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import latent_rows
@@ -292,6 +293,23 @@ def test_large_weights_are_exact(kernel: AttentionKernel, heads: int, page_size:
     out, _, _ = run(kernel, case, inputs, 0)
     expected = torch.cat([state.out for state in reference_states(inputs)])
     assert (out.double() - expected).norm() <= 2.0e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("form", [_LISTED | {"num_q_heads": 40}, _ROWS_64 | {"page_size": 1}], ids=["list", "page-1"])
+def test_single_rows_may_lie_far_apart(form: dict[str, Any], tmp_path: Path) -> None:
+    """Offsets of rows may exceed 32 bits, and also 32 bits of 16 bytes each."""
+    case = latent_case("far", "all pages but the first beyond 64 GiB", (1,), (130,), cache="interleaved", **form)
+    inputs = make_inputs(case)
+    near = inputs.cache.buffers[0]
+    shift = 2**36 // near[0].nbytes
+    size = (shift + len(near)) * near[0].numel()
+    sparse = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=near.dtype)
+    far = sparse.view(-1, *near.shape[1:])
+    far[0], far[shift + 1 :] = near[0], near[1:]
+    indices = torch.where(inputs.indices > 0, inputs.indices + shift, 0)
+    moved = dataclasses.replace(inputs, cache=dataclasses.replace(inputs.cache, buffers=(far,)), indices=indices)
+    (out, lse, left), expected = run(WIDE, case, moved, 0), run(WIDE, case, inputs, 0)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]) and left == 0
 
 
 @pytest.mark.parametrize(
