@@ -74,7 +74,7 @@ class AttentionKernel(Kernel):
     # The spec that reads rows of formats with scales which start on 8 bytes, for the same plan; None: none does.
     on_eight: Callable[[KernelSpec], KernelSpec | None] = lambda spec: None
     scale_alignment: int = 1  # bytes on which a token's scales start (formats), as far as a row's number allows
-    most_cache_bytes: Callable[[KernelSpec], int] = lambda spec: ANY_BYTES  # that K or V may span
+    most_cache_bytes: int = ANY_BYTES  # that K or V may span
     merges_in_launch: bool = False  # CUDA: partials are merged without another launch, unless they are many
     row_boxes: bool = False  # it loads q and stores out by tensor maps, if they have one
     query_boxes: bool = False  # it loads q by a tensor map whose boxes may have a part of a group's heads, if q has one

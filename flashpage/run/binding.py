@@ -225,8 +225,7 @@ class Binding:
         option_plan, batch = self.option_plan, planner.batch
         parts, options = self._parts(), option_plan.options
         self.requests = batch.requests if batch.capacity is None else batch.capacity.batch
-        choices = [part.prepared.choice for part in parts]
-        self.most_cache_bytes = min(choice.kernel.most_cache_bytes(choice.spec) for choice in choices)
+        self.most_cache_bytes = min(part.prepared.choice.kernel.most_cache_bytes for part in parts)
         if not self.has_numbers:  # scales of requests must be as many as the new plan's
             self.scales = (None, None, None)  # which is not NO_SCALES
         for bound in self.parts:

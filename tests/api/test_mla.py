@@ -123,7 +123,7 @@ def test_a_view_may_span_more_than_a_kernel_can_address(monkeypatch: pytest.Monk
     prepared = wrapper._planner.active[0].prepared
     choice = prepared.choice
     most = batch.cache.numel() * batch.cache.element_size()
-    few = dataclasses.replace(choice.kernel, most_cache_bytes=lambda spec: most)
+    few = dataclasses.replace(choice.kernel, most_cache_bytes=most)
     monkeypatch.setattr(prepared, "choice", dataclasses.replace(choice, kernel=few))
     close(wrapper.run(*batch.parts()), batch.out)
     pool = torch.zeros(len(batch.cache), 2, *batch.cache.shape[1:], dtype=batch.cache.dtype)  # of two layers
