@@ -99,6 +99,8 @@ def options_of(backend: str, folder: Path, chosen: argparse.Namespace) -> dict[s
         "gpu_memory_utilization": 0.2,  # of a card's memory, which must be free; the cache has its size above
         "enforce_eager": chosen.small or chosen.eager,
     }
+    if chosen.graphs:
+        found["compilation_config"] = {"cudagraph_mode": chosen.graphs}
     if chosen.device != "cpu":  # there vLLM has one backend, whose place flashpage takes by FLASHPAGE_VLLM=on
         found["attention_config"] = {"backend": backend}
         if latent:
@@ -158,6 +160,8 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="auto", help="of the cache: auto, fp8, fp8_e5m2 (default: %(default)s)")
     parser.add_argument("--block-size", type=int, help="tokens of a block (default: 16; 64 for latent rows)")
     parser.add_argument("--eager", action="store_true", help="no graphs and no torch.compile")
+    parser.add_argument("--graphs", help="vLLM's cudagraph_mode, such as FULL_DECODE_ONLY (default: vLLM's)")
+    parser.add_argument("--xqa", action="store_true", help="FLASHINFER decodes by XQA, as on a server with a network")
     parser.add_argument("--check", action="store_true", help="compare tokens and log-probabilities first")
     parser.add_argument(
         "--profile",
@@ -186,6 +190,8 @@ def main() -> None:
             variables = {"FLASHPAGE_VLLM": "on" if chosen.device == "cpu" and is_own else "off"}
             if chosen.profile:
                 variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that this process sees the kernels
+            if chosen.xqa:
+                variables["VLLM_HAS_FLASHINFER_CUBIN"] = "1"
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the weights are drawn by a function that is sent
             variables["VLLM_CACHE_ROOT"] = str(folder / f"{name}-cache")  # they compile at the same time
             servers[name] = Server(options_of(backend, folder, chosen), folder / f"{name}.log", variables)
@@ -199,6 +205,7 @@ def main() -> None:
 
 def run(servers: dict[str, Server], shape: str, traces: list[str], chosen: argparse.Namespace) -> None:
     recorder = Recorder(chosen.json)
+    more = (f", {chosen.graphs}" if chosen.graphs else "") + (", FLASHINFER's decodes by XQA" if chosen.xqa else "")
     if chosen.check:
         answers = {name: server.ask("check", traces[0]) for name, server in servers.items()}
         first, *others = answers
@@ -208,7 +215,7 @@ def run(servers: dict[str, Server], shape: str, traces: list[str], chosen: argpa
             recorder.add("ranks", f"vllm {shape}, {name} next to {first}", ranks=chosen.ranks, **found)
     for trace in traces:
         figures = engine_turns.measure(servers, trace, chosen.repeats)
-        case = f"{shape}, {engine_turns.case_of(trace)}"
+        case = f"{shape}, {engine_turns.case_of(trace)}{more}"
         engine_turns.show(case, figures)
         if not chosen.profile:
             recorder.add("vllm", case, figures=figures, ranks=chosen.ranks)
