@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 
 from . import latent_formats, latent_wide_sm90, wgmma_source
-from .ahead import listed_fp8_rows
+from .ahead import fp8_rows, more
 from .latent_decode_sm90 import loader, traits
 from .latent_wide_sm90 import ROWS, many_rows, packed_rows
 from .spec import KernelSpec
@@ -46,7 +46,5 @@ KERNEL = dataclasses.replace(
     sources=lambda spec: wgmma_source.render_parts(spec, _columns_of_product(spec)),
     traits=traits,
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",
-    context_rows=lambda options, card: [],
-    context_tile=lambda spec, contexts: None,
-    ahead=listed_fp8_rows(64, 128),
+    ahead=more(*(fp8_rows("deepseek_v4", rows, "selected") for rows in (64, 128))),
 )

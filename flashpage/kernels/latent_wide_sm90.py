@@ -73,7 +73,7 @@ def _most_tokens(options: Options, card: Device) -> float:
     once for each of its units, by a cluster each, which merges in the launch."""
     work = Work(Problem(options, _ROWS_OF_PAIR), card)
     narrow_tile = NARROW.tile(work)
-    own, narrow, units = _cost(work, _tile(work)), NARROW.cost(work, narrow_tile), _ROWS_OF_PAIR // narrow_tile.tile_q
+    own, narrow, units = cost(work, _tile(work)), NARROW.cost(work, narrow_tile), _ROWS_OF_PAIR // narrow_tile.tile_q
     own_ns = own.ns_per_unit + own.ns_per_piece + own.ns_per_merge
     narrow_ns = narrow.cluster.ns_per_unit + narrow.cluster.ns_per_cluster_merge
     share_of_cta = max(units / card.sms, narrow.cluster.full_speed_share / _LARGEST_CLUSTER)
@@ -125,13 +125,13 @@ def _tail_columns(work: Work) -> str | None:
     return None if columns in (0, 64) else f"head_dim_kpe {columns} is neither 0 nor 64"
 
 
-def _cost(work: Work, tile: Tile) -> Cost:
+def cost(work: Work, tile: Tile, reached: float = _REACHED) -> Cost:
     card = work.card
     flops = 2 * tile.tile_q // tile.ctas * work.columns  # of a CTA
     return Cost(
         heads_on_axis=False,
         ns_per_token=max(
-            flops / (card.sm_flops_per_ns * _REACHED), work.options.token_bytes / card.sm_bytes_per_ns / tile.ctas
+            flops / (card.sm_flops_per_ns * reached), work.options.token_bytes / card.sm_bytes_per_ns / tile.ctas
         ),
         ns_per_unit=6500.0,
         ns_per_piece=3000.0,
@@ -141,7 +141,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
     )
 
 
-# Rules that latent_wide_sm90 and latent_columns_sm90 share.
+# Rules that latent_wide_sm90, latent_e4m3_sm90 and latent_columns_sm90 share.
 SHARED_RULES = (
     _value_columns,
     capability(90, 90),
@@ -160,7 +160,7 @@ KERNEL = AttentionKernel(
     archs=(90,),
     accepts=(many_rows, _plain_rows, _not_tiny, *SHARED_RULES),
     tile=_tile,
-    cost=_cost,
+    cost=cost,
     loader=boxes_or_rows,
     context_rows=_context_rows,
     context_tile=_context_tile,

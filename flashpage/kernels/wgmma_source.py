@@ -12,7 +12,7 @@ _TYPES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "f16", DType.FLOAT8_E4M3: "e4m3
 
 def product_dtype(spec: KernelSpec) -> DType:
     """The type of the factors; fp16 if the kernel converts fp8 K and V, because it holds every fp8 number. Latent rows
-    are converted to the type of the queries."""
+    are converted to the type of the queries, but for latent_e4m3_sm90, whose products have types of their own."""
     if spec.loader == "transposed":
         return spec.kv_dtype
     return spec.kv_dtype.widened if spec.kv_dtype.is_fp8 and not spec.is_latent else spec.q_dtype
@@ -56,6 +56,17 @@ def render_parts(spec: KernelSpec, value_columns: int) -> str:
     keys = _product("KeyProduct", spec.tile.tile_kv, kind, a_in_registers=False, b_by_columns=False)
     values = _product("ValueProduct", value_columns, kind, a_in_registers=True, b_by_columns=True)
     return f"{keys}\n\n{values}"
+
+
+def render_e4m3(spec: KernelSpec) -> str:
+    """Renders KeyProduct (scores of a block of tokens in e4m3), TailProduct (scores of a tail of q's type) and
+    ValueProduct (transposed values: columns of V times rows of probabilities, both in fp16)."""
+    assert spec.tile is not None
+    tokens, rows = spec.tile.tile_kv, spec.tile.tile_q
+    keys = _product("KeyProduct", tokens, "e4m3", a_in_registers=False, b_by_columns=False)
+    tail = _product("TailProduct", tokens, _TYPES[spec.q_dtype], a_in_registers=False, b_by_columns=False)
+    values = _product("ValueProduct", rows, "f16", a_in_registers=True, b_by_columns=False)
+    return f"{keys}\n\n{tail}\n\n{values}"
 
 
 def render_held_keys(spec: KernelSpec) -> str:

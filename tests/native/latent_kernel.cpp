@@ -1,7 +1,7 @@
 // All of a kernel over latent rows on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX
 // manual. For tests/kernels/test_latent_kernel.py, which sets HEADER, KERNEL, CACHE, OUT, TILE_Q, TILE_KV,
 // WARPS_Q, WARPS_KV, WARPS_V, STAGES, CTAS, CTAS_OF_CLUSTER, HEAD_DIM_QK, HEAD_DIM_VO, VALUE_COLUMNS, KV_SOURCE,
-// LATENT_FORMAT and LOADER.
+// LATENT_FORMAT and LOADER; IN_E4M3 if K is multiplied as it is stored.
 #include HEADER
 
 #include "flashpage/ptx/named_barrier.h"
@@ -17,39 +17,54 @@ struct Variant {
   static constexpr bool logit_loads_by_token = false, ends_in_soft_cap = false;
 };
 
-constexpr int steps = 16;  // terms of a sum in one product
+constexpr int row_bytes = 32;  // of the terms of a sum in one product
 
-float number(u32 bits) { return is_same<CACHE, Half> ? hopper::of_half(bits) : hopper::of_bf16(bits); }
-float element(u32 address) { return number(hopper::swizzled(address) | hopper::swizzled(address + 1) << 8); }
+template <class Element>
+float number(u32 bits) {
+  if constexpr (is_same<Element, E4m3>) return hopper::of_e4m3(bits);
+  return is_same<Element, Half> ? hopper::of_half(bits) : hopper::of_bf16(bits);
+}
+template <class Element = CACHE>
+float element(u32 address) {
+  u32 bits = 0;
+  for (u32 i = 0; i < sizeof(Element); ++i) bits |= hopper::swizzled(address + i) << 8 * i;
+  return number<Element>(bits);
+}
 // An element of a factor whose rows have the terms side by side.
+template <class Element>
 float element(u64 factor, int row, int column) {
-  const u32 address = static_cast<u32>(factor) + column * 2;
-  if ((factor & hopper::is_narrow) == 0) return element(address + row * 128);
-  return number(hopper::swizzled_64(address + row * 64) | hopper::swizzled_64(address + row * 64 + 1) << 8);
+  const u32 address = static_cast<u32>(factor) + column * sizeof(Element);
+  if ((factor & hopper::is_narrow) == 0) return element<Element>(address + row * 128);
+  return number<Element>(hopper::swizzled_64(address + row * 64) | hopper::swizzled_64(address + row * 64 + 1) << 8);
 }
 
 // c += a b: term(row, k) gives a factor of the lane's warp, and rows of b have the terms side by side.
-template <int tiles, class Term>
+template <class Element, int tiles, class Term>
 void add(float (&c)[tiles][4], u64 b, bool accumulate, Term&& term) {
   const int first = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   for (int n = 0; n < tiles; ++n)
     for (int e = 0; e < 4; ++e) {
       const int row = first + e / 2 * 8, column = n * 8 + threadIdx.x % 4 * 2 + e % 2;
       float sum = 0.f;
-      for (int k = 0; k < steps; ++k) sum += term(row, k) * element(b, column, k);
+      for (int k = 0; k < row_bytes / static_cast<int>(sizeof(Element)); ++k)
+        sum += term(row, k) * element<Element>(b, column, k);
       c[n][e] = (accumulate ? c[n][e] : 0.f) + sum;
     }
 }
 
-struct KeyProduct {
+template <class Element>
+struct RowProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
-    hopper::multiply_later([=, &c] { add(c, b, accumulate, [&](int row, int k) { return element(a, row, k); }); });
+    hopper::multiply_later(
+        [=, &c] { add<Element>(c, b, accumulate, [&](int row, int k) { return element<Element>(a, row, k); }); });
   }
 };
 
 // A factor in registers: the lane's two rows. Called by all lanes of a warp.
+template <class Element>
 struct HeldRows {
+  static constexpr int steps = row_bytes / sizeof(Element);
   float terms[2][steps];
   explicit HeldRows(const u32 (&a)[4]) {
     std::array<u32, 32> of_lanes[4];
@@ -57,17 +72,18 @@ struct HeldRows {
     for (int k = 0; k < steps; ++k)
       for (int row = 0; row < 2; ++row) {
         const u32 pair = of_lanes[k / 8 * 2 + row][threadIdx.x % 32 / 4 * 4 + k % 8 / 2];
-        terms[row][k] = number(pair >> k % 2 * 16 & 0xffff);
+        terms[row][k] = number<Element>(pair >> k % 2 * 16 & 0xffff);
       }
   }
 };
 
-struct HeldKeyProduct {
+template <class Element>
+struct HeldProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], const u32 (&a)[4], u64 b, bool accumulate) {
     hopper::multiply_later([=, &c, &a] {
-      const HeldRows held(a);
-      add(c, b, accumulate, [&](int row, int k) { return held.terms[row / 8 % 2][k]; });
+      const HeldRows<Element> held(a);
+      add<Element>(c, b, accumulate, [&](int row, int k) { return held.terms[row / 8 % 2][k]; });
     });
   }
 };
@@ -78,19 +94,20 @@ struct ValueProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
     const u32 values = static_cast<u32>(a), rows = static_cast<u32>(b);
-    hopper::multiply_later(
-        [=, &c] { add(c, rows, accumulate, [&](int row, int k) { return element(values + k * 128 + row * 2); }); });
+    hopper::multiply_later([=, &c] {
+      add<CACHE>(c, rows, accumulate, [&](int row, int k) { return element(values + k * 128 + row * 2); });
+    });
   }
   // a is in registers, and rows of b in shared memory are the terms: columns of V, token by token.
   template <int tiles>
   static void multiply(float (&c)[tiles][4], const u32 (&a)[4], u64 b, bool accumulate) {
     const u32 values = static_cast<u32>(b), next_panel = static_cast<u32>(b >> 32);
     hopper::multiply_later([=, &c, &a] {
-      const HeldRows held(a);
+      const HeldRows<CACHE> held(a);
       for (int i = 0; i < tiles * 2; ++i) {
         const int column = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
         float sums[2] = {};
-        for (int k = 0; k < steps; ++k) {
+        for (int k = 0; k < held.steps; ++k) {
           const float value = element(values + column / 64 * next_panel + k * 128 + column % 64 * 2);
           for (int row = 0; row < 2; ++row) sums[row] += held.terms[row][k] * value;
         }
@@ -110,9 +127,15 @@ struct Traits {
   using Cache = CACHE;
   using Out = OUT;
   using Variant = ::Variant;
-  using KeyProduct = ::KeyProduct;
-  using HeldKeyProduct = ::HeldKeyProduct;
+#ifdef IN_E4M3
+  using KeyProduct = RowProduct<E4m3>;
+  using TailProduct = RowProduct<CACHE>;
+  using ValueProduct = HeldProduct<Half>;
+#else
+  using KeyProduct = RowProduct<CACHE>;
+  using HeldKeyProduct = HeldProduct<CACHE>;
   using ValueProduct = ::ValueProduct;
+#endif
   static constexpr int head_dim_qk = HEAD_DIM_QK, head_dim_vo = HEAD_DIM_VO;
   static constexpr LatentFormat latent_format = LatentFormat::LATENT_FORMAT;
   static constexpr KvSource kv_source = KvSource::KV_SOURCE;

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from cases.case import Case
 from reference import LOG2_E, State
-from tolerance import Limits, approximates_tanh, has_16_bits, has_fp8_products, limits
+from tolerance import Limits, approximates_tanh, has_16_bits, has_e4m3_scores, has_fp8_products, limits
 
 from flashpage.kernels import devices
 
@@ -57,7 +57,11 @@ def compare(case: Case, outputs: Outputs, states: list[State]) -> Report:
         raise Mismatch(f"{case}: out is {outputs.out.dtype}, lse {outputs.lse.dtype if lse is not None else None}")
     on_card = outputs.out.is_cuda
     card = devices.of(outputs.out.device) if on_card else devices.CPU
-    kinds = {"fp8_products": has_fp8_products(case, card), "approximate_tanh": approximates_tanh(case, card)}
+    kinds = {
+        "fp8_products": has_fp8_products(case, card),
+        "e4m3_scores": has_e4m3_scores(case, card),
+        "approximate_tanh": approximates_tanh(case, card),
+    }
     used, begin = [], 0
     for request, state in enumerate(states):
         end = begin + len(state.out)

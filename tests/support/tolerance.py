@@ -14,14 +14,19 @@ Inputs are compared as stored, so they carry no error. These roundings remain.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
   the root of the sum of (q k)^2, which is the spread of scores in the mean. Five standard deviations are allowed, of
   rows where that sum is four of its own above its mean; positions times frequencies are fp32 angles.
-* Latent rows in fp8 with scales that are no powers of two are rounded to q's type, as keys and as values, and so may be
-  rows of K and V in formats with scales of tokens. Rotated queries are rounded to q's type.
+* Latent rows in fp8 with scales that are no powers of two are rounded to q's type, as keys and as values (but see
+  has_e4m3_scores), and so may be rows of K and V in formats with scales of tokens. Rotated queries are rounded to q's
+  type.
 
 Some cards multiply fp8 queries with fp8 keys, and probabilities as fp8 with fp8 values (has_fp8_products). Then:
 
 * u of the weights is e4m3's 2^-4; those below 2^-13 of the row's largest are subnormal, off by at most 2^-17 of it.
 * Tensor cores keep 13 bits below the largest of a sum's terms and cut off the rest. That is u = 2^-13 for a score's
   sum; sums of values are cut once for each 32 tokens, always towards zero, so it adds up.
+
+Hopper multiplies queries in bf16, as two terms in e4m3, with latent rows in e4m3 (has_e4m3_scores). The sum of both
+terms is exact, but for elements below 2^-9 of the largest, and the sums of 32 products are cut off in the same way, so
+a score is off by some 2^-13 of the scores' spread. Values times their scales are rounded to fp16.
 
 An fp32 output next to 16-bit weights is off by the weights' errors alone. If it was rounded to 16 bits on its way, the
 sum of both errors may still be within these limits: has_16_bits sees that by the bits themselves.
@@ -80,6 +85,13 @@ def approximates_tanh(case: Case, card: Device) -> bool:
     return takes_it and (is_bf16 or has_fp8_products(case, card))
 
 
+def has_e4m3_scores(case: Case, card: Device) -> bool:
+    """Whether latent_e4m3_sm90 takes a case: rows with a scale for 128 columns, or for all."""
+    has_format = case.row_format not in ("", "deepseek_v4")
+    has_dims = case.value_dim in (256, 512) and case.head_dim - case.value_dim in (0, 64)
+    return card.has_wgmma and has_format and has_dims and case.q_dtype == "bfloat16" and _is_prefill(case, 32)
+
+
 def _is_prefill(case: Case, few_rows: int = 64) -> bool:
     """Whether there are more packed rows a request than kernels for few rows take."""
     is_invariant, group = case.fixed_split_size and case.entry != "decode", case.num_q_heads // case.num_kv_heads
@@ -88,10 +100,17 @@ def _is_prefill(case: Case, few_rows: int = 64) -> bool:
     return group * typical_rows(case.q_lens, case.kv_lens, group=group, window_left=case.window_left) > few_rows
 
 
-def limits(case: Case, expected: State, *, fp8_products: bool = False, approximate_tanh: bool = False) -> Limits:
+def limits(
+    case: Case,
+    expected: State,
+    *,
+    fp8_products: bool = False,
+    e4m3_scores: bool = False,
+    approximate_tanh: bool = False,
+) -> Limits:
     """The limits of one request of a case, from the sums that the reference returns."""
     unit = max(_query_unit(case), UNIT.get(case.out_type, 0.0))
-    score = score_error(case, fp8_products=fp8_products, approximate_tanh=approximate_tanh)
+    score = score_error(case, fp8_products=fp8_products, e4m3_scores=e4m3_scores, approximate_tanh=approximate_tanh)
     most = max(max(case.kv_lens), 1)
     if fp8_products:
         weight = max(unit, E4M3) + score + FP8_SUMS * math.ceil(most / 32)
@@ -131,13 +150,17 @@ def _from_fp16(numbers: torch.Tensor) -> torch.Tensor:
     return (bits - bits.round()).abs()
 
 
-def score_error(case: Case, *, fp8_products: bool = False, approximate_tanh: bool = False) -> float:
+def score_error(
+    case: Case, *, fp8_products: bool = False, e4m3_scores: bool = False, approximate_tanh: bool = False
+) -> float:
     """Absolute error of one score in natural-log units; q and k are standard normal."""
     scale = abs(case.score_scale) * (1.6 if case.scales else 1.0)
     spread = scale * math.sqrt(case.head_dim)  # standard deviation of a score
     largest = 6 * spread if not case.soft_cap else min(6 * spread, case.soft_cap)
     sums = FP8_SUMS if fp8_products else FP32
     products = SUM_SLACK * sums * math.sqrt(case.head_dim) * spread + 4 * FP32 * largest
+    if e4m3_scores:
+        products += SUM_SLACK * FP8_SUMS * spread
     transforms = 0.0
     if case.soft_cap:
         transforms += 8 * FP32 * case.soft_cap  # tanh within a few units of its largest value

@@ -1,4 +1,4 @@
-// From scores to probabilities, in latent_wide_sm90 and latent_columns_sm90: a warpgroup has 64 rows.
+// From scores to probabilities, in the kernels of many packed rows over latent rows: a warpgroup has 64 rows.
 #pragma once
 #include "flashpage/kernels/wide_units.h"
 #include "flashpage/ptx/convert.h"
@@ -9,17 +9,9 @@
 
 namespace flashpage {
 
-// Scales scores that the softmax cannot scale, and hides the tokens that a row does not see. `first`: the block's first
-// token.
-template <class Traits, int chunks>
-FP_DEVICE void prepare_scores(float (&scores)[1][chunks][4], const WidePlace& place, const WarpRows& of_warp,
-                              i32 first) {
-  if (scales_first<Traits>(place.scale)) {
-#pragma unroll
-    for (int n = 0; n < chunks; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[0][n][e] *= place.scale;
-  }
+// Hides the tokens of a block that a row does not see. `first`: the block's first token.
+template <int chunks>
+FP_DEVICE void hide_unseen(float (&scores)[1][chunks][4], const WidePlace& place, const WarpRows& of_warp, i32 first) {
   const Unit& unit = place.place.unit;
   if (first >= unit.all_begin && first + chunks * 8 <= unit.all_end) return;
   const WarpRows rows = of_warp.recomputed();
@@ -34,6 +26,19 @@ FP_DEVICE void prepare_scores(float (&scores)[1][chunks][4], const WidePlace& pl
         if (token < range.begin || token >= range.end) scores[0][n][half * 2 + e] = ptx::negative_infinity();
       }
   }
+}
+
+// Scales scores that the softmax cannot scale, and hides those of tokens that a row does not see.
+template <class Traits, int chunks>
+FP_DEVICE void prepare_scores(float (&scores)[1][chunks][4], const WidePlace& place, const WarpRows& of_warp,
+                              i32 first) {
+  if (scales_first<Traits>(place.scale)) {
+#pragma unroll
+    for (int n = 0; n < chunks; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[0][n][e] *= place.scale;
+  }
+  hide_unseen(scores, place, of_warp, first);
 }
 
 // As SoftmaxState, with less headroom, and for maxima that move in few rows at a time.

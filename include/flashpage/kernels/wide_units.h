@@ -1,4 +1,4 @@
-// How units reach the warps of latent_wide_sm90 and latent_columns_sm90.
+// How units reach the warps of the kernels of many packed rows over latent rows.
 #pragma once
 #include "flashpage/ptx/mbarrier.h"
 #include "flashpage/ptx/shared.h"
@@ -18,6 +18,16 @@ FP_DEVICE void meet_at(const u64& barrier, u32 phase) {
   ptx::mbarrier_arrive(address);
   ptx::mbarrier_wait(address, phase & 1);
 }
+
+// The roles of the warps of latent_wide_sm90 and latent_e4m3_sm90: a loading warpgroup, one for scores, and two for
+// values.
+struct WideRoles {
+  static constexpr int loading = 4, group = 4;  // warps
+  static constexpr int first_scoring = loading, first_of_values = first_scoring + group;
+  static constexpr int computing = 3 * group, threads = 32 * (loading + computing);
+  static constexpr int plan_warp = 3;
+  static constexpr int first_registers = 65536 / threads;  // of a thread, when the launch begins
+};
 
 // A unit that the plan's warp passes to all others. Each lane of the others has read it before it releases the place.
 struct WidePlace {

@@ -27,6 +27,16 @@ def _fp8_rows() -> list[Case]:
             *("fp8-one-scale", "a scale a token, a size of the general kernel", *batch),
             **e4m3 | {"row_format": "tokens", "head_dim": 192, "head_dim_vo": 128, "reduced": True},
         ),
+        latent_case("fp8-tokens-64", "64 heads, scales of tokens", *batch, row_format="tokens", num_q_heads=64, **e4m3),
+        latent_case(
+            *("fp8-256-64", "40 heads, Mistral's rows, sinks", *batch),
+            **e4m3 | fp16 | {"row_format": "tokens", "q_dtype": "bfloat16", "num_q_heads": 40, "sinks": True},
+        ),
+        latent_case(
+            *("fp8-512-0", "128 heads, rows without a tail, fp32 outputs", *batch),
+            **e4m3 | {"row_format": "tokens", "head_dim": 512, "num_q_heads": 128, "o_dtype": "float32"},
+        ),
+        latent_case("v32-fp16-64", "64 heads, fp16 queries", *batch, num_q_heads=64, q_dtype="float16", **v32),
         latent_case("fp8-three", "three scales", *batch, row_format="tokens", head_dim=448, head_dim_vo=384, **e4m3),
         latent_case("fp8-fp16", "Mistral's rows under fp16", *batch, row_format="tokens", **fp16, **e4m3),
         latent_case(

@@ -2,12 +2,10 @@
 // where each warp has a part of the columns, or single rows, which the warps share (rows.h).
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/rows.h"
-#include "flashpage/ptx/compiler.h"
-#include "flashpage/ptx/cp_async.h"
+#include "flashpage/kernels/wide_query.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/tensor_copy.h"
 #include "flashpage/tile/load/kv_rows.h"
-#include "flashpage/tile/load/query.h"
 
 namespace flashpage {
 
@@ -82,19 +80,18 @@ struct WideBoxes {
 template <class Traits>
 struct WideLoad {
   using Shared = WideShared<Traits>;
-  using Tile = typename Shared::Tile;
 
   Shared& shared;
   const AttentionParams& params;
   const KvMaps& maps;
   WideUnits<Traits, Shared> units;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int warp = threadIdx.x / 32;
 
   FP_DEVICE WideLoad(Shared& shared, const AttentionParams& params, const KvMaps& maps)
       : shared(shared), params(params), maps(maps), units(shared, params) {}
 
   FP_DEVICE void run() const {
-    if (warp == WideRoles::plan_warp) return units.plan([&](const Place& place, u32 use) { load_query(place, use); });
+    if (warp == WideRoles::plan_warp) return units.plan(WideQuery<Traits, Shared>(shared, params, maps));
     if (warp >= Shared::loaders) return;
     if constexpr (!Shared::has_boxes) {
       units.load_blocks(WideRows<Traits>(shared, params), warp == 0);
@@ -111,64 +108,6 @@ struct WideLoad {
   template <WidePart part>
   FP_DEVICE void load_part() const {
     units.load_blocks(WideBoxes<Traits, part>(shared, params, maps), part == WidePart::first);
-  }
-
-  // Loads this CTA's rows of the unit.
-  FP_DEVICE void load_query(const Place& place, u32 use) const {
-    if (params.query_box_rows > 0) {
-      load_query_boxes(place, use);
-    } else {
-      load_query_rows(place, use);
-    }
-  }
-  // Rows beyond the unit are zero or belong to another request; their results are not stored.
-  FP_DEVICE void load_query_boxes(const Place& place, u32 use) const {
-    u32 row, head;
-    params.group.divmod(place.unit.first_row + Shared::first_row(), row, head);
-    const u32 barrier = shared.query_ring.full_barrier(use), to = ptx::shared_address(shared.query);
-    shared.query_ring.wait_empty(use);
-    if (lane == 0) {
-      ptx::mbarrier_arrive_expect(barrier, Tile::tile_bytes);
-    } else {
-      ptx::mbarrier_arrive(barrier);
-    }
-    __syncwarp();
-    if (!ptx::elect_one()) return;
-    for (int panel = 0; panel < Tile::panels; ++panel)
-      ptx::tensor_copy(to + panel * Tile::panel_bytes, maps.q, barrier, panel * Tile::panel_columns, head,
-                       place.item.q_begin + row, 0);
-  }
-  // Rows that do not exist become zero.
-  FP_DEVICE void load_query_rows(const Place& place, u32 use) const {
-    constexpr int chunks = Tile::used_bytes / 16;
-    // A row without a tail is two copies of all lanes, and two such rows at a time would spill. So would the lane's
-    // offsets in the rows if they stayed in registers: the opaque lane has them computed again.
-    constexpr int together = Shared::tail_panels > 0 ? 2 : 1;
-    const int own = static_cast<int>(ptx::opaque(lane));
-    const i32 count = place.unit.num_rows - Shared::first_row();
-    u64 mine[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      mine[i] =
-          reinterpret_cast<u64>(static_cast<const typename Traits::Cache*>(params.q) +
-                                query_offset(params, place.item, place.unit, Shared::first_row() + i * 32 + lane));
-    shared.query_ring.wait_empty(use);
-    const u32 to = ptx::shared_address(shared.query);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll together
-      for (int i = 0; i < 32; ++i) {
-        const int row = half * 32 + i;
-        const u64 from = __shfl_sync(0xffffffff, mine[half], i);
-#pragma unroll
-        for (int first = 0; first < chunks; first += 32) {
-          const int chunk = first + own;
-          if (chunk < chunks)
-            ptx::cp_async<16>(to + Tile::chunk_offset(row, chunk), reinterpret_cast<const void*>(from + chunk * 16),
-                              row < count);
-        }
-      }
-    ptx::mbarrier_arrive_after_copies(shared.query_ring.full_barrier(use));
   }
 };
 

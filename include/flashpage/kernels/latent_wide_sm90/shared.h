@@ -13,15 +13,6 @@ namespace flashpage {
 // the second one the half that it needs for scores alone. Else each part has every other quarter.
 enum class WidePart { first, second, tail };
 
-// The roles of the warps: a loading warpgroup, one for scores, and two for values.
-struct WideRoles {
-  static constexpr int loading = 4, group = 4;  // warps
-  static constexpr int first_scoring = loading, first_of_values = first_scoring + group;
-  static constexpr int computing = 3 * group, threads = 32 * (loading + computing);
-  static constexpr int plan_warp = 3;
-  static constexpr int first_registers = 65536 / threads;  // of a thread, when the launch begins
-};
-
 // A quarter of a block's value columns, or its tail: where it is in shared memory, and its barriers.
 struct WideQuarter {
   u8* memory;

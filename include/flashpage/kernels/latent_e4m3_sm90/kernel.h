@@ -1,0 +1,55 @@
+// Attention of many packed rows over latent rows (MLA) in fp8 on Hopper, without a conversion in shared memory.
+//
+// Rows stay in e4m3 as they are stored. Scores are products of e4m3: Q is a sum of two such numbers (query.h), and the
+// products of 128 columns are multiplied by the scale of these columns. Values are multiplied in fp16: the warps that
+// sum them convert V on its way to registers (values.h). fp16 holds e4m3 exactly. A token's scale is divided by a power
+// of two, so that fp16 has room for it, and rounded; probabilities are multiplied by that power (scores.h).
+//
+// A CTA has 64 packed rows. One warpgroup computes scores and probabilities. Two others hold the sums of values, which
+// take half of an SM's registers.
+#pragma once
+#include "flashpage/kernels/latent_e4m3_sm90/load.h"
+#include "flashpage/kernels/latent_e4m3_sm90/scores.h"
+#include "flashpage/kernels/latent_e4m3_sm90/values.h"
+#include "flashpage/ptx/cta_memory.h"
+#include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/ptx/prefetch.h"
+#include "flashpage/ptx/registers.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct LatentE4m3Sm90 {
+  using Shared = E4m3Shared<Traits>;
+  using Roles = WideRoles;
+  static constexpr int threads = Roles::threads;
+  static constexpr int ctas_per_sm = 1, cluster_rows = 0;
+  static constexpr int shared_bytes = sizeof(Shared);
+  static_assert(shared_bytes <= cta_shared_bytes(ctas_per_sm), "more than a CTA has on Hopper");
+
+  FP_DEVICE static void run(const AttentionParams& params, const VariantArgs&, const KvMaps& maps) {
+    Shared& shared = ptx::cta_memory<Shared>();
+    // The L2 also holds what an earlier launch is about to write, so this prefetch need not wait for that launch.
+    if (threadIdx.x == 32) ptx::prefetch_to_l2(&cta_start(params.plan, blockIdx.x));
+    if (threadIdx.x == 0) {
+      shared.init();
+      if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
+    }
+    __syncthreads();
+    ptx::grid_dependency_wait();
+    const int warp = static_cast<int>(threadIdx.x / 32);
+    if (warp < Roles::first_scoring) {
+      ptx::change_registers<Roles::first_registers, Shared::loading_registers>();
+      E4m3Load<Traits>::run(shared, params, maps);
+      ptx::grid_dependency_launch();
+    } else if (warp < Roles::first_of_values) {
+      ptx::change_registers<Roles::first_registers, Shared::scoring_registers>();
+      E4m3Scores<Traits>(shared, params).run();
+    } else {
+      ptx::change_registers<Roles::first_registers, Shared::value_registers>();
+      E4m3Values<Traits>(shared, params).run();
+    }
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,106 @@
+// The shared memory between the warps of latent_e4m3_sm90.
+#pragma once
+#include "flashpage/common/math.h"
+#include "flashpage/kernels/fitting_stages.h"
+#include "flashpage/kernels/wide_units.h"
+#include "flashpage/tile/layout/slot_ring.h"
+#include "flashpage/tile/layout/swizzled_rows.h"
+
+namespace flashpage {
+
+// The scales of a slot's tokens, and which of them exist. The 16 tokens of a product's step have a power of two, that
+// of their largest scale, by which their values are divided.
+template <int groups, int tokens>
+struct E4m3Tokens {
+  alignas(16) float scales[groups][tokens];   // of a group of columns, in the order of TokenOrder
+  alignas(16) u16 quotients[groups][tokens];  // those scales, divided by the step's power, in fp16 and the same order
+  alignas(16) float exponents[tokens / 16];   // log2 of a step's power
+  alignas(16) float inverses[tokens / 16];    // 1 / power
+  u32 present[tokens / 32];                   // a bit for each token: whether it exists
+  float of_tail;                              // the scale of a tail in e4m3
+};
+
+// The order of the scales of 64 tokens. In products a lane has two neighbours of each eight tokens; these 16 tokens of
+// a lane follow each other, those of lanes l % 4 == 0 first.
+struct TokenOrder {
+  FP_HOST_DEVICE static constexpr int index_of(int token) { return token % 8 / 2 * 16 + token / 8 * 2 + token % 2; }
+  FP_HOST_DEVICE static constexpr int first_of_lane(int lane) { return lane % 4 * 16; }
+};
+
+template <class Traits>
+struct E4m3Shared {
+  using Cache = typename Traits::Cache;
+  using Format = typename LatentFormatOf<Traits, Traits::latent_format>::type;
+  static constexpr int tokens = 64;  // of a block
+  static constexpr int rows = 64;    // packed rows of a CTA
+  static constexpr int unit_rows = rows;
+  static constexpr int places_ahead = 2;
+  static constexpr int loaders = 2;  // warps that copy rows
+  static constexpr int scales_warp = 2;
+  using Tile = SwizzledRows<Cache, Traits::head_dim_qk, rows>;    // Q as it arrives
+  using Block = SwizzledRows<E4m3, Traits::head_dim_vo, tokens>;  // the value columns, a panel for each group
+  using Weights = SwizzledRows<Half, tokens, rows>;               // probabilities
+  // Columns that share a scale. They are a panel of a block, and two panels of Q: all warps count on that.
+  static constexpr int group_columns = 128, groups = Traits::head_dim_vo / group_columns;
+  static constexpr int tail_panels = Tile::panels - 2 * groups;
+  // A tail in e4m3 fills half of its panel, and that of Q holds both of its terms.
+  static constexpr bool has_e4m3_tail = tail_panels > 0 && is_fp8<typename Format::Rest>;
+  static constexpr int tail_pieces = 64 * static_cast<int>(sizeof(typename Format::Rest)) / 16;  // of 16 bytes
+  static constexpr bool rows_are_whole = Traits::latent_format != LatentFormat::scaled;          // in one view, not two
+  using Tokens = E4m3Tokens<groups, tokens>;
+  static_assert(Traits::ctas == 1 && Traits::tile_kv == tokens && Traits::tile_q == rows);
+  static_assert(Traits::head_dim_vo % group_columns == 0 && groups % 2 == 0 && tail_panels <= 1);
+  static_assert(Format::quantised == Traits::head_dim_vo && Format::scale_columns == group_columns);
+  static_assert(is_same<typename Format::Scale, float>);
+  static_assert(is_same<Cache, Bf16>, "two terms in e4m3 have fewer significant bits than fp16");
+  static_assert(tail_panels == 0 || has_e4m3_tail || is_same<typename Format::Rest, Cache>);
+
+  static constexpr int panel_bytes = Block::panel_bytes, tail_bytes = tail_panels * panel_bytes;
+  static constexpr int messages = 2;
+  static constexpr int other_bytes = 2048;  // at least those of the small members; kernel.h checks the sum
+  static constexpr int free_bytes =
+      cta_shared_bytes(1) - Tile::tile_bytes - messages * Weights::tile_bytes - other_bytes;
+  static constexpr int slots =
+      min_of(Traits::stages, free_bytes / (Block::tile_bytes + tail_bytes + static_cast<int>(sizeof(Tokens))));
+  // Registers of a thread. Half of an SM's hold 512 value columns; scoring warps take what is left, because a warpgroup
+  // that takes more waits for ever.
+  static constexpr int loading_registers = 48, value_registers = Traits::head_dim_vo > 256 ? 176 : 144;
+  static constexpr int scoring_registers = 4 * WideRoles::first_registers - loading_registers - 2 * value_registers;
+  static_assert(slots >= 2);
+
+  alignas(1024) u8 query[Tile::tile_bytes];
+  alignas(1024) u8 blocks[slots][Block::tile_bytes];
+  alignas(1024) u8 tails[slots][max_of(tail_bytes, 16)];
+  // Scoring warps pass on a block's probabilities, and the factors of earlier values; at a unit's end its sums.
+  alignas(1024) u8 weights[messages][Weights::tile_bytes];
+  alignas(16) float factors[messages][rows];
+  alignas(16) float row_scales[rows];               // of scores, in base 2; positive
+  alignas(4) u8 moved[messages][WideRoles::group];  // whether a warp's factors are not all 1
+  Tokens of_tokens[slots];
+  WidePlace places[places_ahead];
+  PlaceCursor cursor;
+  u64 converted;      // Q
+  u64 loaded[slots];  // rows of a block; its block_ring waits for their scales, too
+  SlotRing<slots> block_ring;
+  SlotRing<messages> message_ring;
+  SlotRing<places_ahead> place_ring;
+  SlotRing<1> query_ring;
+
+  // Called by one thread. All lanes of a warp arrive, or the one lane that writes places, because racecheck follows an
+  // arrival for its thread alone.
+  FP_DEVICE void init() {
+    ptx::mbarrier_init(ptx::shared_address(&converted), 32 * WideRoles::group);
+    for (u64& barrier : loaded) ptx::mbarrier_init(ptx::shared_address(&barrier), 32 * loaders);
+    block_ring.init(32, 32 * WideRoles::computing);
+    message_ring.init(32 * WideRoles::group, 2 * 32 * WideRoles::group);
+    place_ring.init(1, 32 * (WideRoles::computing + loaders + 1));
+    query_ring.init(32, 32 * WideRoles::group);
+    ptx::mbarrier_init_fence();
+  }
+
+  FP_DEVICE static int first_row() { return 0; }  // of a unit
+  // The messages of all units before this block's: one a block, and one a unit.
+  FP_DEVICE static u32 message(const WidePlace& place, int block) { return place.use(block) + place.units_before; }
+};
+
+}  // namespace flashpage
