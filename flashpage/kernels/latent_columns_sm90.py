@@ -46,5 +46,6 @@ KERNEL = dataclasses.replace(
     sources=lambda spec: wgmma_source.render_parts(spec, _columns_of_product(spec)),
     traits=traits,
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",
+    context_rows=lambda options, card: [],  # those of latent_wide_sm90 are rows of q's type
     ahead=more(*(fp8_rows("deepseek_v4", rows, "selected") for rows in (64, 128))),
 )

@@ -46,5 +46,6 @@ KERNEL = dataclasses.replace(
     loader=lambda options: "rows",
     sources=wgmma_source.render_e4m3,
     traits=lambda spec: traits(spec, _PRODUCTS),
+    context_rows=lambda options, card: [],  # those of latent_wide_sm90 are rows of q's type
     ahead=more(fp8_rows("deepseek_v32", ROWS, "selected")),
 )

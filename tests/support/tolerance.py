@@ -24,9 +24,9 @@ Some cards multiply fp8 queries with fp8 keys, and probabilities as fp8 with fp8
 * Tensor cores keep 13 bits below the largest of a sum's terms and cut off the rest. That is u = 2^-13 for a score's
   sum; sums of values are cut once for each 32 tokens, always towards zero, so it adds up.
 
-Hopper multiplies queries in bf16, as two terms in e4m3, with latent rows in e4m3 (has_e4m3_scores). The sum of both
-terms is exact, but for elements below 2^-9 of the largest, and the sums of 32 products are cut off in the same way, so
-a score is off by some 2^-13 of the scores' spread. Values times their scales are rounded to fp16.
+Hopper multiplies queries in bf16, as two terms in e4m3, with latent rows in e4m3 (has_e4m3_scores). The sum of the
+terms is exact, but for elements below 2^-9 of the largest. Each 32 products cut off the sum of a score in the same way,
+so it is off by up to head_dim / 32 times 2^-13 of the scores' spread.
 
 An fp32 output next to 16-bit weights is off by the weights' errors alone. If it was rounded to 16 bits on its way, the
 sum of both errors may still be within these limits: has_16_bits sees that by the bits themselves.
@@ -160,7 +160,7 @@ def score_error(
     sums = FP8_SUMS if fp8_products else FP32
     products = SUM_SLACK * sums * math.sqrt(case.head_dim) * spread + 4 * FP32 * largest
     if e4m3_scores:
-        products += SUM_SLACK * FP8_SUMS * spread
+        products += FP8_SUMS * case.head_dim / 32 * spread
     transforms = 0.0
     if case.soft_cap:
         transforms += 8 * FP32 * case.soft_cap  # tanh within a few units of its largest value
