@@ -11,7 +11,9 @@ import torch
 from cases.case import Case
 from cases.latent import latent_case
 from inputs import Inputs, make_inputs
-from test_latent_kernel import IN_E4M3, run
+from latent_on_host import run
+
+from flashpage.kernels import latent_e4m3_sm90
 
 _COLUMNS, _SCALES, _ROW = 512, slice(512, 528), 656
 _LOG2_E = math.log2(math.e)
@@ -46,7 +48,7 @@ def _expected(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check(case: Case, inputs: Inputs, cut: int = 0, heads: slice = slice(None)) -> None:
-    out, lse, left = run(IN_E4M3, case, inputs, cut)
+    out, lse, left = run(latent_e4m3_sm90.KERNEL, case, inputs, cut)
     expected, expected_lse = (part[heads] for part in _expected(case, inputs))
     assert left == 0
     errors = (out[0, heads].double() - expected).norm(dim=-1)
@@ -108,6 +110,6 @@ def test_queries_are_split_exactly() -> None:
     row.zero_()
     row[:_COLUMNS] = torch.ones(_COLUMNS).to(torch.float8_e4m3fn).view(torch.uint8)
     _set_scales(row, 1.0)
-    _, lse, _ = run(IN_E4M3, case, inputs, 0)
+    _, lse, _ = run(latent_e4m3_sm90.KERNEL, case, inputs, 0)
     exact = inputs.q[0][0, :, :_COLUMNS].double().sum(1) * case.score_scale * _LOG2_E
     assert ((lse[0] - exact).abs() <= 1e-5).all()

@@ -1,5 +1,5 @@
 // All of a kernel over latent rows on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX
-// manual. For tests/kernels/test_latent_kernel.py, which sets HEADER, KERNEL, CACHE, OUT, TILE_Q, TILE_KV,
+// manual. For tests/support/latent_on_host.py, which sets HEADER, KERNEL, CACHE, OUT, TILE_Q, TILE_KV,
 // WARPS_Q, WARPS_KV, WARPS_V, STAGES, CTAS, CTAS_OF_CLUSTER, HEAD_DIM_QK, HEAD_DIM_VO, VALUE_COLUMNS, KV_SOURCE,
 // LATENT_FORMAT and LOADER; IN_E4M3 if K is multiplied as it is stored.
 #include HEADER
