@@ -80,7 +80,7 @@ def test_rows_that_list_their_tokens(config_class: str) -> None:
     expected = greedy(model, inputs, 12)
     model.set_attn_implementation(hf.NAME)
     assert torch.equal(greedy(model, inputs, 12), expected)
-    with pytest.raises(RunError, match="indexed_attention"):
+    with pytest.raises(RunError, match="indexed_attention|deepseek_sparse_attention"):  # by the version's name
         hf.PagedCache(model.config)
 
 

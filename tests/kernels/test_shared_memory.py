@@ -65,7 +65,7 @@ def source_of(specs: list[KernelSpec]) -> str:
     for number, spec in enumerate(specs):
         kernel = known[spec.kernel]
         traits = "\n".join(kernel.traits(spec)).replace("= flashpage::Variant;", f"= k{number}::Variant;")
-        for name in ("KeyProduct", "HeldKeyProduct", "ShortKeyProduct", "ValueProduct"):
+        for name in ("KeyProduct", "HeldKeyProduct", "ShortKeyProduct", "TailProduct", "ValueProduct"):
             traits = traits.replace(f"flashpage::{name}", f"k{number}::{name}")
         sources = f"{render(spec.variant)}\n{kernel.sources(spec)}"
         text.append(f"namespace flashpage::k{number} {{\n{sources}\nstruct Traits {{\n{traits}\n}};")
