@@ -16,7 +16,7 @@ from .work import Work
 _TOKENS = 64  # of a block
 _MOST_STAGES = 6  # the header uses as many as fit
 _REACHED = 0.45  # the fraction of the card's 16-bit throughput that products reach
-_FORMATS = (latent_formats.SCALED, "deepseek_v32")  # e4m3 with scales of 128 columns, a panel in shared memory, or one
+FORMATS = (latent_formats.SCALED, "deepseek_v32")  # e4m3 with scales of 128 columns, a panel in shared memory, or one
 _PRODUCTS = ("KeyProduct", "TailProduct", "ValueProduct")
 
 
@@ -26,7 +26,7 @@ def _tile(work: Work) -> Tile:
 
 def _formats(work: Work) -> str | None:
     name = work.options.latent_format
-    return None if name in _FORMATS else f"its rows are of {' or '.join(_FORMATS)}, not {name}"
+    return None if name in FORMATS else f"its rows are of {' or '.join(FORMATS)}, not {name}"
 
 
 def _queries(work: Work) -> str | None:

@@ -172,6 +172,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model")
     parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
     chosen = parser.parse_args()
+    if chosen.graphs and (chosen.eager or chosen.small):
+        parser.error(
+            f"--graphs {chosen.graphs}: {'--eager' if chosen.eager else '--small'} has no graphs; leave one out"
+        )
     if chosen.serve is not None:
         engine_turns.serve(lambda: engine_of(json.loads(chosen.serve)))
         return

@@ -47,6 +47,7 @@ from cases.case import Case
 from planner_batches import typical_rows
 from reference import LOG2_E, State
 
+from flashpage.kernels import latent_e4m3_sm90, latent_formats
 from flashpage.kernels.devices import Device
 
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -86,8 +87,8 @@ def approximates_tanh(case: Case, card: Device) -> bool:
 
 
 def has_e4m3_scores(case: Case, card: Device) -> bool:
-    """Whether latent_e4m3_sm90 takes a case: rows with a scale for 128 columns, or for all."""
-    has_format = case.row_format not in ("", "deepseek_v4")
+    """Whether latent_e4m3_sm90 takes a case."""
+    has_format = bool(case.row_format) and (case.packed_format or latent_formats.SCALED) in latent_e4m3_sm90.FORMATS
     has_dims = case.value_dim in (256, 512) and case.head_dim - case.value_dim in (0, 64)
     return card.has_wgmma and has_format and has_dims and case.q_dtype == "bfloat16" and _is_prefill(case, 32)
 

@@ -46,6 +46,17 @@ struct WidePlace {
   FP_DEVICE u32 use_of_parity(int block) const { return blocks_before[block & 1] + (block >> 1); }
 };
 
+// Calls body(place, number) for each unit, in a computing warp.
+FP_DEVICE void for_each_unit(auto& shared, auto&& body) {
+  for (u32 use = 0;; ++use) {
+    shared.place_ring.wait_full(use);
+    const WidePlace& place = shared.places[shared.place_ring.slot(use)];
+    if (place.place.done) return;
+    body(place, use);
+    shared.place_ring.release(use);
+  }
+}
+
 // The units of a CTA, or of a pair, as the loading warps see them. Shared has the places, their ring and the cursor.
 template <class Traits, class Shared>
 struct WideUnits {

@@ -1,6 +1,6 @@
-// Attention of many packed rows over latent rows (MLA) in fp8 on Hopper, without a conversion in shared memory.
+// Attention of many packed rows over latent rows (MLA) in fp8 on Hopper, which shared memory holds as they are stored.
 //
-// Rows stay in e4m3 as they are stored. Scores are products of e4m3: Q is a sum of two such numbers (query.h), and the
+// Scores are products of e4m3: Q is a sum of two such numbers (query.h), and the
 // products of 128 columns are multiplied by the scale of these columns. Values are multiplied in fp16: the warps that
 // sum them convert V on its way to registers (values.h). fp16 holds e4m3 exactly. A token's scale is divided by a power
 // of two, so that fp16 has room for it, and rounded; probabilities are multiplied by that power (scores.h).

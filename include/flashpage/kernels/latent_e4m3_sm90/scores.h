@@ -46,10 +46,7 @@ struct E4m3Scores {
 
   FP_DEVICE void run() {
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::start);
-    for (u32 unit_use = 0;; ++unit_use) {
-      shared.place_ring.wait_full(unit_use);
-      const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
-      if (place.place.done) break;
+    for_each_unit(shared, [&](const WidePlace& place, u32 unit_use) {
       shared.query_ring.wait_full(unit_use);
       const u32 query = ptx::shared_address(shared.query);
       const float of_row = E4m3Query<Traits>::convert(query, warp * 16, lane, place.scale);
@@ -66,8 +63,7 @@ struct E4m3Scores {
       if (place.blocks > 0) score_blocks(place, softmax);
       shared.query_ring.release(unit_use);
       finish(place, softmax);
-      shared.place_ring.release(unit_use);
-    }
+    });
     if (threadIdx.x == first_thread) {
       stamp<Traits>(params, Stamp::end);
       stamp<Traits>(params, Stamp::sm);

@@ -39,17 +39,13 @@ struct E4m3Values {
   FP_DEVICE E4m3Values(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
   FP_DEVICE void run() const {
-    for (u32 unit_use = 0;; ++unit_use) {
-      shared.place_ring.wait_full(unit_use);
-      const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
-      if (place.place.done) return;
+    for_each_unit(shared, [&](const WidePlace& place, u32) {
       Values values = {};
       for (int block = 0; block < place.blocks; ++block) add_block(place, values, block);
       if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::last_tile);
       write(place, values, Shared::message(place, place.blocks));
       if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::written);
-      shared.place_ring.release(unit_use);
-    }
+    });
   }
 
  private:

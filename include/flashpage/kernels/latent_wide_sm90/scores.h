@@ -37,10 +37,7 @@ struct WideScores {
 
   FP_DEVICE void run() {
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::start);
-    for (u32 unit_use = 0;; ++unit_use) {
-      shared.place_ring.wait_full(unit_use);
-      const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
-      if (place.place.done) break;
+    for_each_unit(shared, [&](const WidePlace& place, u32 unit_use) {
       shared.query_ring.wait_full(unit_use);
       ptx::fence_before_products();  // Q was copied by cp.async
       if constexpr (is_pair) hold_query();
@@ -53,8 +50,7 @@ struct WideScores {
         release_query(place);
       }
       finish(place, softmax);
-      shared.place_ring.release(unit_use);
-    }
+    });
     if (threadIdx.x == first_thread) {
       stamp<Traits>(params, Stamp::end);
       stamp<Traits>(params, Stamp::sm);

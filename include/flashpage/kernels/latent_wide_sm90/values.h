@@ -29,10 +29,7 @@ struct WideValues {
   FP_DEVICE WideValues(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
   FP_DEVICE void run() {
-    for (u32 unit_use = 0;; ++unit_use) {
-      shared.place_ring.wait_full(unit_use);
-      const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
-      if (place.place.done) return;
+    for_each_unit(shared, [&](const WidePlace& place, u32) {
       Values values = {};
       for (int block = 0; block < place.blocks; ++block) add_block(place, values, block);
       if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::last_tile);
@@ -41,8 +38,7 @@ struct WideValues {
       const int first_row = (rank ^ whose()) * Shared::rows + warp() * 16 + lane() / 4;
       Output{params, place.place, half, first_row, lane()}.write(values, sums);
       if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::written);
-      shared.place_ring.release(unit_use);
-    }
+    });
   }
 
  private:
