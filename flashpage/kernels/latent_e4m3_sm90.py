@@ -1,5 +1,5 @@
-"""Attention of many packed rows over latent rows (MLA) in fp8 on Hopper: scores of e4m3, and values that are converted
-on their way to registers."""
+"""Attention over latent rows (MLA) in fp8 on Hopper: scores of e4m3, and values that are converted on their way to
+registers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,33 @@ from ..base.dtypes import DType
 from . import latent_formats, latent_wide_sm90, wgmma_source
 from .ahead import fp8_rows, more
 from .latent_decode_sm90 import traits
-from .latent_wide_sm90 import ROWS, many_rows
-from .tile import Tile
+from .latent_wide_sm90 import ROWS, packed_rows
+from .options import Options
+from .tensor_maps import boxes_or_rows
+from .tile import Cost, Tile
 from .work import Work
 
 _TOKENS = 64  # of a block
 _MOST_STAGES = 6  # the header uses as many as fit
 _REACHED = 0.45  # the fraction of the card's 16-bit throughput that products reach
+_READ = {16: 0.8, 32: 0.63}  # of packed rows: the fraction of the card's bandwidth, on an H200
 FORMATS = (latent_formats.SCALED, "deepseek_v32")  # e4m3 with scales of 128 columns, a panel in shared memory, or one
 _PRODUCTS = ("KeyProduct", "TailProduct", "ValueProduct")
 
 
 def _tile(work: Work) -> Tile:
-    return Tile(ROWS, _TOKENS, warps_q=4, warps_kv=1, stages=_MOST_STAGES, warps_v=2)
+    rows = next(rows for rows in (16, 32, ROWS) if packed_rows(work) <= rows or rows == ROWS)
+    return Tile(rows, _TOKENS, warps_q=4, warps_kv=1, stages=_MOST_STAGES, warps_v=2)
+
+
+def _cost(work: Work, tile: Tile) -> Cost:
+    cost, loading = latent_wide_sm90.cost(work, tile, _REACHED), work.options.token_bytes / work.card.sm_bytes_per_ns
+    return dataclasses.replace(cost, ns_per_token=max(cost.ns_per_token, loading / _READ.get(tile.tile_q, 1.0)))
+
+
+def _loader(options: Options) -> str:
+    """Boxes for rows of two tensors; those of a row that holds its scales have three parts in one."""
+    return boxes_or_rows(options) if options.latent_format == latent_formats.SCALED else "rows"
 
 
 def _formats(work: Work) -> str | None:
@@ -40,12 +54,12 @@ KERNEL = dataclasses.replace(
     name="latent_e4m3_sm90",
     header="flashpage/kernels/latent_e4m3_sm90/kernel.h",
     cpp="LatentE4m3Sm90<Traits>",
-    accepts=(many_rows, _formats, _queries, *latent_wide_sm90.SHARED_RULES),
+    accepts=(_formats, _queries, *latent_wide_sm90.SHARED_RULES),
     tile=_tile,
-    cost=lambda work, tile: latent_wide_sm90.cost(work, tile, _REACHED),
-    loader=lambda options: "rows",
+    cost=_cost,
+    loader=_loader,
     sources=wgmma_source.render_e4m3,
     traits=lambda spec: traits(spec, _PRODUCTS),
     context_rows=lambda options, card: [],  # those of latent_wide_sm90 are rows of q's type
-    ahead=more(fp8_rows("deepseek_v32", ROWS, "selected")),
+    ahead=more(*(fp8_rows("deepseek_v32", rows, "selected") for rows in (*_READ, ROWS))),
 )

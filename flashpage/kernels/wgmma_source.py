@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ..base.dtypes import DType
 from ..variants.spec import VariantSpec
+from . import latent_formats
 from .spec import KernelSpec
 
 _TYPES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "f16", DType.FLOAT8_E4M3: "e4m3"}
@@ -59,12 +60,17 @@ def render_parts(spec: KernelSpec, value_columns: int) -> str:
 
 
 def render_e4m3(spec: KernelSpec) -> str:
-    """Renders KeyProduct (scores of a block of tokens in e4m3), TailProduct (scores of a tail of q's type) and
-    ValueProduct (transposed values: columns of V times rows of probabilities, both in fp16)."""
+    """Renders KeyProduct (scores in e4m3: 64 rows times tokens or, if a unit has fewer rows, tokens times both terms of
+    the rows), TailProduct (those of the tail) and ValueProduct (columns of V in fp16 times rows of probabilities)."""
     assert spec.tile is not None
     tokens, rows = spec.tile.tile_kv, spec.tile.tile_q
-    keys = _product("KeyProduct", tokens, "e4m3", a_in_registers=False, b_by_columns=False)
-    tail = _product("TailProduct", tokens, _TYPES[spec.q_dtype], a_in_registers=False, b_by_columns=False)
+    is_transposed = rows < tokens
+    in_e4m3 = is_transposed and spec.latent_format == latent_formats.SCALED
+    keys = _product(
+        "KeyProduct", 2 * rows if is_transposed else tokens, "e4m3", a_in_registers=False, b_by_columns=False
+    )
+    kind = "e4m3" if in_e4m3 else _TYPES[spec.q_dtype]
+    tail = _product("TailProduct", rows if is_transposed else tokens, kind, a_in_registers=False, b_by_columns=False)
     values = _product("ValueProduct", rows, "f16", a_in_registers=True, b_by_columns=False)
     return f"{keys}\n\n{tail}\n\n{values}"
 

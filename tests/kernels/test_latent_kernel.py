@@ -84,6 +84,16 @@ E4M3_CASES = [
         **_MISTRAL | {"q_dtype": "bfloat16"},
     ),
     latent_case("tokens-512-0", "rows without a tail", (1,), (190,), row_format="tokens", head_dim=512, **_FP8_64),
+    latent_case("few-v32", "16 rows of a list, rows of 656 bytes", (1, 2), (230, 70), num_q_heads=8, **_V32, **_LISTED),
+    latent_case("few-edges", "units that follow each other, causal", _ONES, _EDGES, causal=True, sinks=True, **_V32),
+    latent_case("few-mtp", "32 rows, causal", (2, 1), (64, 129), causal=True, num_q_heads=12, **_V32),
+    latent_case("few-tensors", "scales of tensors, a negative scale", (1, 1), (170, 63), sm_scale=-0.1, **_TENSORS),
+    latent_case(
+        "few-tokens", "scales of tokens, 32 rows", (2,), (170,), row_format="tokens", num_q_heads=16, **_SCALED
+    ),
+    latent_case(
+        "few-256-64", "scales of tokens", (2,), (170,), row_format="tokens", **_MISTRAL | {"q_dtype": "bfloat16"}
+    ),
 ]
 COLUMNS_CASES = [
     latent_case("v32-fp16", "rows of 656 bytes, fp16", (1, 2), (230, 70), q_dtype="float16", **_V32, **_96_LISTED),
@@ -246,7 +256,7 @@ def test_single_rows_may_lie_far_apart(form: dict[str, Any], tmp_path: Path) -> 
         ({}, {16: TRANSPOSED, 40: WIDE, 128: WIDE}),
         ({"page_size": 1}, {32: TRANSPOSED, 40: WIDE, 128: WIDE}),
         ({"selected": "padded"}, {32: TRANSPOSED, 40: WIDE, 128: WIDE}),
-        ({"row_format": "deepseek_v32"}, {32: TRANSPOSED, 64: IN_E4M3, 128: IN_E4M3}),
+        ({"row_format": "deepseek_v32"}, {16: IN_E4M3, 32: IN_E4M3, 128: IN_E4M3}),
         ({"row_format": "deepseek_v32", "q_dtype": "float16"}, {32: TRANSPOSED, 64: BY_COLUMNS, 128: BY_COLUMNS}),
         (_V4 | {"selected": "padded"}, {32: TRANSPOSED, 64: BY_COLUMNS, 128: BY_COLUMNS}),
     ],
@@ -267,7 +277,9 @@ def test_the_kernel_of_a_form(form: dict[str, Any], by_heads: dict[int, Attentio
         (WIDE, 64, {"page_size": 1}),
         (WIDE, 64, {"selected": "padded"}),
         (IN_E4M3, 64, {"selected": "padded", "row_format": "deepseek_v32"}),
-        (TRANSPOSED, 32, {"selected": "padded", "row_format": "deepseek_v32"}),
+        (IN_E4M3, 16, {"selected": "padded", "row_format": "deepseek_v32"}),
+        (IN_E4M3, 32, {"selected": "padded", "row_format": "deepseek_v32"}),
+        (TRANSPOSED, 32, {"selected": "padded", "o_dtype": "float32", **_V4}),
     ],
 )
 def test_ci_looks_at_the_machine_code(kernel: AttentionKernel, rows: int, form: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 // All of a kernel over latent rows on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX
 // manual. For tests/support/latent_on_host.py, which sets HEADER, KERNEL, CACHE, OUT, TILE_Q, TILE_KV,
 // WARPS_Q, WARPS_KV, WARPS_V, STAGES, CTAS, CTAS_OF_CLUSTER, HEAD_DIM_QK, HEAD_DIM_VO, VALUE_COLUMNS, KV_SOURCE,
-// LATENT_FORMAT and LOADER; IN_E4M3 if K is multiplied as it is stored.
+// LATENT_FORMAT and LOADER; IN_E4M3 if K is multiplied as it is stored, and TAIL as the type of
+// its tail.
 #include HEADER
 
 #include "flashpage/ptx/named_barrier.h"
@@ -129,7 +130,7 @@ struct Traits {
   using Variant = ::Variant;
 #ifdef IN_E4M3
   using KeyProduct = RowProduct<E4m3>;
-  using TailProduct = RowProduct<CACHE>;
+  using TailProduct = RowProduct<TAIL>;
   using ValueProduct = HeldProduct<Half>;
 #else
   using KeyProduct = RowProduct<CACHE>;

@@ -17,7 +17,7 @@ from inputs import Inputs
 from native_build import shared_library
 
 from flashpage import native
-from flashpage.kernels import devices, latent_e4m3_sm90
+from flashpage.kernels import devices, latent_e4m3_sm90, latent_formats
 from flashpage.kernels.kernel import AttentionKernel
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tensor_maps import loader_tokens
@@ -54,7 +54,9 @@ def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
         "VALUE_COLUMNS": columns[1],
         "CTAS_OF_CLUSTER": 2 if "__cluster_dims__" in kernel.attributes(spec) else 1,
     }
-    values |= {"IN_E4M3": 1} if kernel is latent_e4m3_sm90.KERNEL else {}
+    if kernel is latent_e4m3_sm90.KERNEL:
+        in_e4m3 = spec.latent_format == latent_formats.SCALED and spec.tile.tile_q < spec.tile.tile_kv
+        values |= {"IN_E4M3": 1, "TAIL": "E4m3" if in_e4m3 else "CACHE"}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return ctypes.CDLL(str(shared_library("latent_kernel.cpp", first_include="hopper", flags=flags)))
 

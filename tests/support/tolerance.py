@@ -90,7 +90,7 @@ def has_e4m3_scores(case: Case, card: Device) -> bool:
     """Whether latent_e4m3_sm90 takes a case."""
     has_format = bool(case.row_format) and (case.packed_format or latent_formats.SCALED) in latent_e4m3_sm90.FORMATS
     has_dims = case.value_dim in (256, 512) and case.head_dim - case.value_dim in (0, 64)
-    return card.has_wgmma and has_format and has_dims and case.q_dtype == "bfloat16" and _is_prefill(case, 32)
+    return card.has_wgmma and has_format and has_dims and case.q_dtype == "bfloat16"
 
 
 def _is_prefill(case: Case, few_rows: int = 64) -> bool:

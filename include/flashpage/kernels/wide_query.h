@@ -57,20 +57,21 @@ struct WideQuery {
     constexpr int together = Shared::tail_panels > 0 ? 2 : 1;
     const int own = static_cast<int>(ptx::opaque(lane));
     const i32 count = place.unit.num_rows - Shared::first_row();
-    u64 mine[2];
+    constexpr int in_part = min_of(32, Shared::rows), parts = Shared::rows / in_part;  // rows, which lanes look up
+    u64 mine[parts];
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < parts; ++i)
       mine[i] =
           reinterpret_cast<u64>(static_cast<const typename Traits::Cache*>(params.q) +
                                 query_offset(params, place.item, place.unit, Shared::first_row() + i * 32 + lane));
     shared.query_ring.wait_empty(use);
     const u32 to = ptx::shared_address(shared.query);
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int part = 0; part < parts; ++part)
 #pragma unroll together
-      for (int i = 0; i < 32; ++i) {
-        const int row = half * 32 + i;
-        const u64 from = __shfl_sync(0xffffffff, mine[half], i);
+      for (int i = 0; i < in_part; ++i) {
+        const int row = part * 32 + i;
+        const u64 from = __shfl_sync(0xffffffff, mine[part], i);
 #pragma unroll
         for (int first = 0; first < chunks; first += 32) {
           const int chunk = first + own;

@@ -46,6 +46,15 @@ struct WidePlace {
   FP_DEVICE u32 use_of_parity(int block) const { return blocks_before[block & 1] + (block >> 1); }
 };
 
+// The origin of the lane's box among 32 boxes from `first` on.
+FP_DEVICE BoxOrigin box_of_lane(const AttentionParams& params, const WidePlace& place, int first, int box_shift) {
+  const i32 token = place.first_token + ((first + static_cast<int>(threadIdx.x % 32)) << box_shift);
+  u32 page, row;
+  params.page.divmod(token, page, row);
+  const bool exists = token < place.place.unit.kv_end;
+  return {exists ? __ldg(params.kv_indices + place.place.item.kv_offset + page) : 0, static_cast<i32>(row)};
+}
+
 // Calls body(place, number) for each unit, in a computing warp.
 FP_DEVICE void for_each_unit(auto& shared, auto&& body) {
   for (u32 use = 0;; ++use) {

@@ -2,11 +2,11 @@
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/merge.h"
 #include "flashpage/kernels/latent_decode_sm90/output.h"
-#include "flashpage/kernels/latent_decode_sm90/state.h"
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/stmatrix.h"
 #include "flashpage/ptx/wgmma.h"
+#include "flashpage/tile/softmax/column_state.h"
 #include "flashpage/tile/softmax/transform.h"
 #include "flashpage/tile/trace.h"
 

@@ -1,11 +1,11 @@
 // The end of a unit in latent_decode_sm90: values are divided by their row's sum and written.
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/shared.h"
-#include "flashpage/kernels/latent_decode_sm90/state.h"
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/softmax/column_state.h"
 #include "flashpage/tile/softmax/softmax.h"
 
 namespace flashpage {

@@ -10,6 +10,7 @@
 #pragma once
 #include "flashpage/kernels/latent_e4m3_sm90/load.h"
 #include "flashpage/kernels/latent_e4m3_sm90/scores.h"
+#include "flashpage/kernels/latent_e4m3_sm90/token_scores.h"
 #include "flashpage/kernels/latent_e4m3_sm90/values.h"
 #include "flashpage/ptx/cta_memory.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -22,6 +23,7 @@ template <class Traits>
 struct LatentE4m3Sm90 {
   using Shared = E4m3Shared<Traits>;
   using Roles = WideRoles;
+  using Scores = typename select_type<(Shared::rows < 64), E4m3TokenScores<Traits>, E4m3Scores<Traits>>::type;
   static constexpr int threads = Roles::threads;
   static constexpr int ctas_per_sm = 1, cluster_rows = 0;
   static constexpr int shared_bytes = sizeof(Shared);
@@ -34,6 +36,8 @@ struct LatentE4m3Sm90 {
     if (threadIdx.x == 0) {
       shared.init();
       if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
+      if constexpr (Shared::has_boxes) ptx::prefetch_tensor_map(maps.k);
+      if constexpr (Shared::has_boxes && Shared::tail_panels > 0) ptx::prefetch_tensor_map(maps.v);
     }
     __syncthreads();
     ptx::grid_dependency_wait();
@@ -44,7 +48,7 @@ struct LatentE4m3Sm90 {
       ptx::grid_dependency_launch();
     } else if (warp < Roles::first_of_values) {
       ptx::change_registers<Roles::first_registers, Shared::scoring_registers>();
-      E4m3Scores<Traits>(shared, params).run();
+      Scores(shared, params).run();
     } else {
       ptx::change_registers<Roles::first_registers, Shared::value_registers>();
       E4m3Values<Traits>(shared, params).run();

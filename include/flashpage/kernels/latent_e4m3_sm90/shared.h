@@ -31,11 +31,12 @@ template <class Traits>
 struct E4m3Shared {
   using Cache = typename Traits::Cache;
   using Format = typename LatentFormatOf<Traits, Traits::latent_format>::type;
-  static constexpr int tokens = 64;  // of a block
-  static constexpr int rows = 64;    // packed rows of a CTA
+  static constexpr int tokens = 64;            // of a block
+  static constexpr int rows = Traits::tile_q;  // packed rows of a CTA: 16 or 32 (token_scores.h), or 64 (scores.h)
   static constexpr int unit_rows = rows;
   static constexpr int places_ahead = 2;
   static constexpr int loaders = 2;  // warps that copy rows
+  static constexpr bool has_boxes = Traits::loader == Loader::boxes;
   static constexpr int scales_warp = 2;
   using Tile = SwizzledRows<Cache, Traits::head_dim_qk, rows>;    // Q as it arrives
   using Block = SwizzledRows<E4m3, Traits::head_dim_vo, tokens>;  // the value columns, a panel for each group
@@ -48,7 +49,7 @@ struct E4m3Shared {
   static constexpr int tail_pieces = 64 * static_cast<int>(sizeof(typename Format::Rest)) / 16;  // of 16 bytes
   static constexpr bool rows_are_whole = Traits::latent_format != LatentFormat::scaled;          // in one view, not two
   using Tokens = E4m3Tokens<groups, tokens>;
-  static_assert(Traits::ctas == 1 && Traits::tile_kv == tokens && Traits::tile_q == rows);
+  static_assert(Traits::ctas == 1 && Traits::tile_kv == tokens && (rows == 16 || rows == 32 || rows == 64));
   static_assert(Traits::head_dim_vo % group_columns == 0 && groups % 2 == 0 && tail_panels <= 1);
   static_assert(Format::quantised == Traits::head_dim_vo && Format::scale_columns == group_columns);
   static_assert(is_same<typename Format::Scale, float>);
@@ -56,15 +57,17 @@ struct E4m3Shared {
   static_assert(tail_panels == 0 || has_e4m3_tail || is_same<typename Format::Rest, Cache>);
 
   static constexpr int panel_bytes = Block::panel_bytes, tail_bytes = tail_panels * panel_bytes;
+  static constexpr int scales_ahead = 4;  // blocks whose scales are requested before they are needed
   static constexpr int messages = 2;
   static constexpr int other_bytes = 2048;  // at least those of the small members; kernel.h checks the sum
-  static constexpr int free_bytes =
-      cta_shared_bytes(1) - Tile::tile_bytes - messages * Weights::tile_bytes - other_bytes;
+  static constexpr int free_bytes = cta_shared_bytes(1) - Tile::tile_bytes - messages * Weights::tile_bytes -
+                                    scales_ahead * tokens * groups * 4 - other_bytes;
   static constexpr int slots =
       min_of(Traits::stages, free_bytes / (Block::tile_bytes + tail_bytes + static_cast<int>(sizeof(Tokens))));
-  // Registers of a thread. Half of an SM's hold 512 value columns; scoring warps take what is left, because a warpgroup
-  // that takes more waits for ever.
-  static constexpr int loading_registers = 48, value_registers = Traits::head_dim_vo > 256 ? 176 : 144;
+  // Registers of a thread. Half of an SM's hold 512 value columns of 64 rows; scoring warps take what is left, because
+  // a warpgroup that takes more waits for ever.
+  static constexpr int loading_registers = 48;
+  static constexpr int value_registers = rows < 64 ? 136 : Traits::head_dim_vo > 256 ? 176 : 144;
   static constexpr int scoring_registers = 4 * WideRoles::first_registers - loading_registers - 2 * value_registers;
   static_assert(slots >= 2);
 
@@ -75,7 +78,11 @@ struct E4m3Shared {
   alignas(1024) u8 weights[messages][Weights::tile_bytes];
   alignas(16) float factors[messages][rows];
   alignas(16) float row_scales[rows];               // of scores, in base 2; positive
-  alignas(4) u8 moved[messages][WideRoles::group];  // whether a warp's factors are not all 1
+  alignas(4) u8 moved[messages][WideRoles::group];  // whether the factors of 16 rows are not all 1
+  // Maxima, and sums, of the scoring warps' tokens, if each has some tokens of all rows.
+  static constexpr int shared_rows = rows < 64 ? rows : 1;
+  float tops[WideRoles::group][shared_rows], sums[WideRoles::group][shared_rows];
+  alignas(16) u32 copied_scales[scales_ahead][tokens][groups];
   Tokens of_tokens[slots];
   WidePlace places[places_ahead];
   PlaceCursor cursor;
@@ -90,8 +97,8 @@ struct E4m3Shared {
   // arrival for its thread alone.
   FP_DEVICE void init() {
     ptx::mbarrier_init(ptx::shared_address(&converted), 32 * WideRoles::group);
-    for (u64& barrier : loaded) ptx::mbarrier_init(ptx::shared_address(&barrier), 32 * loaders);
-    block_ring.init(32, 32 * WideRoles::computing);
+    for (u64& barrier : loaded) ptx::mbarrier_init(ptx::shared_address(&barrier), has_boxes ? loaders : 32 * loaders);
+    block_ring.init(32 + (has_boxes ? loaders : 0), 32 * WideRoles::computing);
     message_ring.init(32 * WideRoles::group, 2 * 32 * WideRoles::group);
     place_ring.init(1, 32 * (WideRoles::computing + loaders + 1));
     query_ring.init(32, 32 * WideRoles::group);

@@ -9,15 +9,6 @@
 
 namespace flashpage {
 
-// The origin of the lane's box among 32 boxes from `first` on.
-FP_DEVICE BoxOrigin box_of_lane(const AttentionParams& params, const WidePlace& place, int first, int box_shift) {
-  const i32 token = place.first_token + ((first + static_cast<int>(threadIdx.x % 32)) << box_shift);
-  u32 page, row;
-  params.page.divmod(token, page, row);
-  const bool exists = token < place.place.unit.kv_end;
-  return {exists ? __ldg(params.kv_indices + place.place.item.kv_offset + page) : 0, static_cast<i32>(row)};
-}
-
 // Loads a part by the copy engine. A lane holds the origin of one of 32 boxes.
 template <class Traits, WidePart part>
 struct WideBoxes {

@@ -16,8 +16,9 @@ inline void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
 }
 inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect(barrier, 0); }
 inline void mbarrier_arrive_after_copies(u32 barrier) {
-  hopper::copies.push_back([barrier, copies = hopper::take_row_copies()] {
-    for (const auto& copy : copies) copy();
+  hopper::row_copies[card::fiber].land(0);  // forgets those that have landed
+  hopper::copies.push_back([barrier, copies = hopper::row_copies[card::fiber].copies] {
+    for (const auto& copy : copies) copy->land();
     mbarrier_arrive(barrier);
   });
 }

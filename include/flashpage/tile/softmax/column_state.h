@@ -1,6 +1,7 @@
 // Softmax in base 2 over the rows of transposed scores. The scores of a tile of eight packed rows are 64 tokens x 8
 // rows for a warpgroup: a lane has rows lane % 4 * 2 and lane % 4 * 2 + 1 of each, and its warp's tokens lane / 4 and
-// lane / 4 + 8. Sums stay per lane until the unit's end; all warps of a team have the same maxima.
+// lane / 4 + 8. Sums stay per lane until the unit's end; all warps of a team, which share the tokens, have the same
+// maxima.
 #pragma once
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/tile/load/latent_numbers.h"
@@ -35,18 +36,19 @@ struct ColumnState {
       }
   }
 
-  // Raises the maxima if a score of the team exceeds one of them by 2^latent_headroom, and returns whether it did;
-  // values must then be multiplied by `factor`. `top`: memory of the team's warps, [warp][row]. `vote(outgrown)`
-  // returns whether any thread of the team has outgrown, and is a barrier of the team.
+  // Raises the maxima if a score of the team exceeds one of them by 2^(above + headroom), and returns whether it did;
+  // values must then be multiplied by `factor`. A maximum is the largest score less `above`. `top`: memory of the
+  // team's warps, [warp][row]. `vote(outgrown)` returns whether any thread of the team has outgrown, and is a barrier
+  // of the team.
   template <int rows>
   FP_DEVICE bool raise(const float (&scores)[tiles][4], float (&top)[4][rows], int warp, int lane,
-                       float (&factor)[tiles][2], auto&& vote) {
+                       float (&factor)[tiles][2], auto&& vote, float above = 0.f, float headroom = latent_headroom) {
     bool outgrown = false;
 #pragma unroll
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        outgrown = outgrown || fmaxf(scores[n][e], scores[n][e + 2]) > maximum[n][e] + latent_headroom;
+        outgrown = outgrown || fmaxf(scores[n][e], scores[n][e + 2]) - above > maximum[n][e] + headroom;
     if (!vote(outgrown)) return false;
 #pragma unroll
     for (int n = 0; n < tiles; ++n)
@@ -63,7 +65,7 @@ struct ColumnState {
         const int row = n * 8 + lane % 4 * 2 + e;
         float next = maximum[n][e];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) next = fmaxf(next, top[w][row]);
+        for (int w = 0; w < 4; ++w) next = fmaxf(next, top[w][row] - above);
         factor[n][e] = state_weight(maximum[n][e], next);
         maximum[n][e] = next;
         sum[n][e] *= factor[n][e];
@@ -71,8 +73,8 @@ struct ColumnState {
     return true;
   }
 
-  // Turns scores to probabilities.
-  FP_DEVICE void exponentiate(float (&scores)[tiles][4]) {
+  // Turns scores to probabilities. Sums have them times `in_sum`.
+  FP_DEVICE void exponentiate(float (&scores)[tiles][4], float in_sum = 1.f) {
 #pragma unroll
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
@@ -80,7 +82,7 @@ struct ColumnState {
         const float origin = finite_or_zero(maximum[n][e]);
         scores[n][e] = ptx::exp2_approx(scores[n][e] - origin);
         scores[n][e + 2] = ptx::exp2_approx(scores[n][e + 2] - origin);
-        sum[n][e] += scores[n][e] + scores[n][e + 2];
+        sum[n][e] = fmaf(scores[n][e] + scores[n][e + 2], in_sum, sum[n][e]);
       }
   }
 };
