@@ -3,10 +3,9 @@ columns."""
 
 from __future__ import annotations
 
-import dataclasses
-
 from . import latent_formats, latent_wide_sm90, wgmma_source
 from .ahead import fp8_rows, more
+from .kernel import AttentionKernel
 from .latent_decode_sm90 import loader, traits
 from .latent_wide_sm90 import ROWS, many_rows, packed_rows
 from .spec import KernelSpec
@@ -34,18 +33,21 @@ def _columns_of_product(spec: KernelSpec) -> int:
     return spec.head_dim_vo // 4
 
 
-KERNEL = dataclasses.replace(
-    latent_wide_sm90.KERNEL,
+KERNEL = AttentionKernel(
     name="latent_columns_sm90",
     header="flashpage/kernels/latent_columns_sm90/kernel.h",
     cpp="LatentColumnsSm90<Traits>",
+    parameters=latent_wide_sm90.KERNEL.parameters,
+    archs=(90,),
     accepts=(many_rows, _in_fp8, *latent_wide_sm90.SHARED_RULES),
-    loader=loader,
     tile=_tile,
+    cost=latent_wide_sm90.cost,
+    loader=loader,
     most_cache_bytes=_MOST_CACHE_BYTES,
+    row_alignment=16,
+    query_boxes=True,
     sources=lambda spec: wgmma_source.render_parts(spec, _columns_of_product(spec)),
     traits=traits,
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",
-    context_rows=lambda options, card: [],  # those of latent_wide_sm90 are rows of q's type
     ahead=more(*(fp8_rows("deepseek_v4", rows, "selected") for rows in (64, 128))),
 )

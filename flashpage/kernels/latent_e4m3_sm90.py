@@ -8,6 +8,7 @@ import dataclasses
 from ..base.dtypes import DType
 from . import latent_formats, latent_wide_sm90, wgmma_source
 from .ahead import fp8_rows, more
+from .kernel import AttentionKernel
 from .latent_decode_sm90 import traits
 from .latent_wide_sm90 import ROWS, packed_rows
 from .options import Options
@@ -49,17 +50,19 @@ def _queries(work: Work) -> str | None:
     return None if is_bf16 else "it takes queries in bf16, which are sums of two e4m3"
 
 
-KERNEL = dataclasses.replace(
-    latent_wide_sm90.KERNEL,
+KERNEL = AttentionKernel(
     name="latent_e4m3_sm90",
     header="flashpage/kernels/latent_e4m3_sm90/kernel.h",
     cpp="LatentE4m3Sm90<Traits>",
+    parameters=latent_wide_sm90.KERNEL.parameters,
+    archs=(90,),
     accepts=(_formats, _queries, *latent_wide_sm90.SHARED_RULES),
     tile=_tile,
     cost=_cost,
     loader=_loader,
+    row_alignment=16,
+    query_boxes=True,
     sources=wgmma_source.render_e4m3,
     traits=lambda spec: traits(spec, _PRODUCTS),
-    context_rows=lambda options, card: [],  # those of latent_wide_sm90 are rows of q's type
     ahead=more(*(fp8_rows("deepseek_v32", rows, "selected") for rows in (*_READ, ROWS))),
 )

@@ -20,6 +20,7 @@ from aot import build as aot_build
 from flashpage.jit import Target
 from flashpage.kernels import devices, latent_columns_sm90, latent_decode_sm90, latent_e4m3_sm90, latent_wide_sm90
 from flashpage.kernels.choose import choose_for_card
+from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.kernel import AttentionKernel
 from flashpage.kernels.work import Problem
 
@@ -266,6 +267,30 @@ def test_the_kernel_of_a_form(form: dict[str, Any], by_heads: dict[int, Attentio
     for heads, kernel in by_heads.items():
         case = latent_case("form", "a row of the table", (1,), (1,), **({"num_q_heads": heads, "page_size": 64} | form))
         assert choose_for_card(Problem(latent_rows.options_of(case), heads), devices.H200).kernel is kernel
+
+
+@pytest.mark.parametrize("kernel", [IN_E4M3, BY_COLUMNS], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("contexts", list(ContextClass))
+def test_contexts_do_not_change_the_tile_over_rows_in_fp8(kernel: AttentionKernel, contexts: ContextClass) -> None:
+    """Engines build the kernels of all classes of contexts when they start."""
+    q_dtype = "bfloat16" if kernel is IN_E4M3 else "float16"
+    case = latent_case(
+        "contexts",
+        "boxes",
+        (1,),
+        (1,),
+        num_q_heads=64,
+        page_size=64,
+        row_format="tensors",
+        q_dtype=q_dtype,
+        kv_dtype="float8_e4m3fn",
+    )
+    problem = Problem(latent_rows.options_of(case), 64)
+    usual, chosen = (
+        choose_for_card(dataclasses.replace(problem, contexts=found), devices.H200).spec
+        for found in (ContextClass.USUAL, contexts)
+    )
+    assert usual.kernel == kernel.name and chosen.tile == usual.tile
 
 
 @pytest.mark.parametrize(
