@@ -2,9 +2,7 @@
 #pragma once
 #include "flashpage/kernels/latent_decode_sm90/merge.h"
 #include "flashpage/kernels/latent_decode_sm90/output.h"
-#include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/fence.h"
-#include "flashpage/ptx/stmatrix.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/softmax/column_state.h"
 #include "flashpage/tile/softmax/transform.h"
@@ -64,7 +62,7 @@ struct LatentCompute {
     Values values = {};
     ColumnState<tiles> state;
     state.clear();
-    if (params.sinks && item.piece == 0) begin_with_sinks(state, unit);
+    if (params.sinks && item.piece == 0) state.begin_with_sinks(params, unit, warp, lane);
     const float scale = latent_score_scale<Traits>(params, item, unit);
     for (int slot = 0; slot < slotted.slots; ++slot) {
       const i32 first = slotted.first_token + slot * tokens;
@@ -86,7 +84,7 @@ struct LatentCompute {
       if constexpr (Shared::is_selected) {
         hide_missing(scores, shared.present[shared.ring.slot(use + slot)]);
       } else if (first < unit.all_begin || first + tokens > unit.all_end) {
-        mask(scores, item, unit, first);
+        mask_columns(scores, params, item, unit, first + warp * 16, lane);
       }
       float factor[tiles][2];
       const auto vote = [&](bool outgrown) { return ptx::named_barrier_or(team_barrier(), team_threads, outgrown); };
@@ -100,20 +98,6 @@ struct LatentCompute {
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
     LatentOutput<Traits>{shared, params, item, unit, thread, team}.write(state, values);
-  }
-
-  // Rows begin with their sinks in one lane of the team; maxima are those of all lanes.
-  FP_DEVICE void begin_with_sinks(ColumnState<tiles>& state, const Unit& unit) {
-#pragma unroll
-    for (int n = 0; n < tiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = n * 8 + lane % 4 * 2 + e;
-        if (row >= unit.num_rows) continue;
-        const float sink = params.sinks[unpack_row(params, unit.kv_head, unit.first_row + row).head] * log2_e;
-        state.maximum[n][e] = sink;
-        state.sum[n][e] = warp == 0 && lane < 4 && sink != ptx::negative_infinity() ? 1.f : 0.f;
-      }
   }
 
   // S^T = K Q^T, for the team's half of each panel of K and Q; columns that only pad a panel are zero.
@@ -171,23 +155,6 @@ struct LatentCompute {
         for (int e = 0; e < 4; ++e) values[block][n][e] *= factor[n][e % 2];
   }
 
-  // Hides the tokens that causal and window hide from a row, and those that the unit does not have.
-  FP_DEVICE void mask(Scores& scores, const WorkItem& item, const Unit& unit, i32 first) const {
-#pragma unroll
-    for (int n = 0; n < tiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const i32 row = min_of(n * 8 + lane % 4 * 2 + e, unit.num_rows - 1);
-        const PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + row);
-        const TokenRange range = visible_range(params, item, query_position(item, at.row));
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const i32 token = first + warp * 16 + h * 8 + lane / 4;
-          if (token < range.begin || token >= range.end) scores[n][h * 2 + e] = ptx::negative_infinity();
-        }
-      }
-  }
-
   // Hides the places of a list that have no token; a row that lists its tokens sees all others.
   FP_DEVICE void hide_missing(Scores& scores, const typename Shared::Present* present) const {
 #pragma unroll
@@ -199,22 +166,12 @@ struct LatentCompute {
     }
   }
 
-  // Writes P^T as the product reads it: a row for each packed row, with the tokens side by side. Both teams have the
-  // same probabilities, and each writes half of them.
+  // Both teams have the same probabilities, and each writes half of them.
   FP_DEVICE void store_probabilities(const Scores& scores) const {
     const u32 tile = ptx::shared_address(shared.probabilities);
 #pragma unroll
-    for (int n = 0; n < tiles; n += 2) {
-      if ((n / 2 + warp) % 2 != team) continue;
-      u32 pairs[4];  // tokens 0 to 7 and 8 to 15 of the warp, for two tiles of packed rows
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&score)[4] = scores[n + i / 2];
-        pairs[i] = ptx::pack2<Cache>(score[i % 2 * 2], score[i % 2 * 2 + 1]);
-      }
-      const int row = n * 8 + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-      ptx::stmatrix_x4_trans(tile + Shared::Probabilities::chunk_offset(row, chunk), pairs);
-    }
+    for (int n = 0; n < tiles; n += 2)
+      if ((n / 2 + warp) % 2 == team) store_columns<Cache, typename Shared::Probabilities>(tile, scores, n, warp, lane);
   }
 
   // Clears the values of tokens that the unit does not have but boxes have brought: their memory may hold NaN, and

@@ -6,7 +6,6 @@
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/named_barrier.h"
-#include "flashpage/ptx/stmatrix.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/merge/epilogue.h"
 #include "flashpage/tile/softmax/column_state.h"
@@ -47,7 +46,8 @@ struct E4m3TokenScores {
       meet_at(shared.converted, unit_use);
       State state;
       state.clear();
-      if (params.sinks && place.place.item.piece == 0) begin_with_sinks(state, place.place.unit);
+      if (params.sinks && place.place.item.piece == 0)
+        state.begin_with_sinks(params, place.place.unit, warp, lane, 64.f);  // lowered as in E4m3Scores
       score_blocks(place, state);
       shared.query_ring.release(unit_use);
       finish(place, state);
@@ -61,20 +61,6 @@ struct E4m3TokenScores {
  private:
   FP_DEVICE int row_of(int n, int e) const { return n * 8 + lane % 4 * 2 + e % 2; }
   FP_DEVICE int token_of(int half) const { return warp * 16 + half * 8 + lane / 4; }  // of a block
-
-  // Rows begin with their sinks in one lane. Maxima are lowered as in E4m3Scores.
-  FP_DEVICE void begin_with_sinks(State& state, const Unit& unit) const {
-#pragma unroll
-    for (int n = 0; n < tiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = row_of(n, e);
-        if (row >= unit.num_rows) continue;
-        const float sink = params.sinks[unpack_row(params, unit.kv_head, unit.first_row + row).head] * log2_e;
-        state.maximum[n][e] = sink - 64.f;
-        state.sum[n][e] = warp == 0 && lane < 4 && sink != ptx::negative_infinity() ? 0x1p64f : 0.f;
-      }
-  }
 
   FP_DEVICE void score_blocks(const WidePlace& place, State& state) const {
     float scales[tiles][2];
@@ -102,7 +88,8 @@ struct E4m3TokenScores {
           const bool exists = (present >> token_of(e / 2) % 32 & 1) != 0;
           scores[n][e] = exists ? fmaf(scores[n][e], scales[n][e % 2], exponent) : ptx::negative_infinity();
         }
-      if (first < whole_begin || first > whole_end) hide_unseen(scores, place, first);
+      if (first < whole_begin || first > whole_end)
+        mask_columns(scores, params, place.place.item, unit, first + warp * 16, lane);
       float factor[tiles][2];
       const bool moved = state.raise(scores, shared.tops, warp, lane, factor, vote, above, headroom);
       state.exponentiate(scores, inverse);  // sums have no power of two of their steps
@@ -161,24 +148,6 @@ struct E4m3TokenScores {
     }
   }
 
-  // Hides the tokens that rows do not see.
-  FP_DEVICE void hide_unseen(Scores& scores, const WidePlace& place, i32 first) const {
-    const Unit& unit = place.place.unit;
-#pragma unroll
-    for (int n = 0; n < tiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const i32 row = min_of(row_of(n, e), unit.num_rows - 1);
-        const PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + row);
-        const TokenRange range = visible_range(params, place.place.item, query_position(place.place.item, at.row));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const i32 token = first + token_of(half);
-          if (token < range.begin || token >= range.end) scores[n][half * 2 + e] = ptx::negative_infinity();
-        }
-      }
-  }
-
   FP_DEVICE static bool vote(bool any) { return ptx::named_barrier_or(barrier, threads, any); }
 
   FP_DEVICE void hand_over(const Scores& scores, const float (&factor)[tiles][2], bool moved, u32 message) const {
@@ -186,16 +155,7 @@ struct E4m3TokenScores {
     const u32 slot = shared.message_ring.slot(message);
     const u32 to = ptx::shared_address(shared.weights[slot]);
 #pragma unroll
-    for (int n = 0; n < tiles; n += 2) {
-      u32 pairs[4];  // tokens 0 to 7 and 8 to 15 of the warp, for two tiles of packed rows
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&score)[4] = scores[n + i / 2];
-        pairs[i] = ptx::pack2<Half>(score[i % 2 * 2], score[i % 2 * 2 + 1]);
-      }
-      const int row = n * 8 + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-      ptx::stmatrix_x4_trans(to + Weights::chunk_offset(row, chunk), pairs);
-    }
+    for (int n = 0; n < tiles; n += 2) store_columns<Half, Weights>(to, scores, n, warp, lane);
     ptx::fence_before_products();
     if (warp == 0 && lane < WideRoles::group) shared.moved[slot][lane] = moved;
     if (moved) write_factors(slot, factor);

@@ -3,9 +3,11 @@
 // lane / 4 + 8. Sums stay per lane until the unit's end; all warps of a team, which share the tokens, have the same
 // maxima.
 #pragma once
-#include "flashpage/ptx/named_barrier.h"
+#include "flashpage/ptx/convert.h"
+#include "flashpage/ptx/stmatrix.h"
 #include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/softmax/state_weight.h"
+#include "flashpage/tile/unit.h"
 
 namespace flashpage {
 
@@ -33,6 +35,22 @@ struct ColumnState {
       for (int e = 0; e < 2; ++e) {
         maximum[n][e] = ptx::negative_infinity();
         sum[n][e] = 0.f;
+      }
+  }
+
+  // Rows begin with their sinks, each in one lane of the team; maxima are those of all lanes, and `lowered` of base 2
+  // below the sinks.
+  FP_DEVICE void begin_with_sinks(const AttentionParams& params, const Unit& unit, int warp, int lane,
+                                  float lowered = 0.f) {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = n * 8 + lane % 4 * 2 + e;
+        if (row >= unit.num_rows) continue;
+        const float sink = params.sinks[unpack_row(params, unit.kv_head, unit.first_row + row).head] * log2_e;
+        maximum[n][e] = sink - lowered;
+        sum[n][e] = warp == 0 && lane < 4 && sink != ptx::negative_infinity() ? exp2f(lowered) : 0.f;
       }
   }
 
@@ -86,5 +104,39 @@ struct ColumnState {
       }
   }
 };
+
+// Hides the tokens that causal and window hide from a row, and those that the unit does not have. `first`: the token of
+// the warp's first one.
+template <int tiles>
+FP_DEVICE void mask_columns(float (&scores)[tiles][4], const AttentionParams& params, const WorkItem& item,
+                            const Unit& unit, i32 first, int lane) {
+#pragma unroll
+  for (int n = 0; n < tiles; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const i32 row = min_of(n * 8 + lane % 4 * 2 + e, unit.num_rows - 1);
+      const PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + row);
+      const TokenRange range = visible_range(params, item, query_position(item, at.row));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const i32 token = first + h * 8 + lane / 4;
+        if (token < range.begin || token >= range.end) scores[n][h * 2 + e] = ptx::negative_infinity();
+      }
+    }
+}
+
+// Stores the warp's probabilities of the tiles n and n + 1 as a product reads P^T: a row for each packed row, with the
+// tokens side by side. `tile`: where a Rows begins.
+template <class Number, class Rows, int tiles>
+FP_DEVICE void store_columns(u32 tile, const float (&scores)[tiles][4], int n, int warp, int lane) {
+  u32 pairs[4];  // tokens 0 to 7 and 8 to 15 of the warp, for two tiles of packed rows
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float (&score)[4] = scores[n + i / 2];
+    pairs[i] = ptx::pack2<Number>(score[i % 2 * 2], score[i % 2 * 2 + 1]);
+  }
+  const int row = n * 8 + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+  ptx::stmatrix_x4_trans(tile + Rows::chunk_offset(row, chunk), pairs);
+}
 
 }  // namespace flashpage
