@@ -198,6 +198,7 @@ struct E4m3Scales : E4m3Finder<Traits> {
 
   FP_DEVICE void open(const WidePlace& next) {
     this->place = &next;
+    if (next.blocks == 0) return;  // nobody would wait for the copies
     look_up(0);
 #pragma unroll 1
     for (int block = 0; block < ahead; ++block) request(block);
