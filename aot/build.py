@@ -1,8 +1,8 @@
 """Builds the AOT list into flashpage/aot_kernels, which `pip wheel --config-settings=--build-option=--aot=all` ships.
 
-`--check` compiles into a temporary folder. It fails where a kernel does not compile, where registers spill, or where
-ptxas serialises the wgmmas of a kernel. A sample also has kernels of drawn plans, of which no list could name all:
-there it tells what spills, and does not fail.
+`--check` compiles into a temporary folder. It fails where a kernel does not compile, where registers spill, where ptxas
+serialises the wgmmas of a kernel, or where a CTA takes more shared memory than the target's cards have. A sample also
+has kernels of drawn plans, of which no list could name all: there it tells what spills, and does not fail.
 """
 
 from __future__ import annotations
@@ -138,13 +138,24 @@ def check(kernels: Iterable[Kernel], jobs: int | None = None) -> list[BuildResul
         return build_kernels(kernels, Path(folder), jobs)
 
 
+def shared_of(result: BuildResult) -> int | None:
+    """Shared memory of a CTA, as the cubin has it; None: there is no cubin."""
+    return shared_bytes(result.entry.image) if result.entry else None
+
+
+def is_too_large(result: BuildResult) -> bool:
+    """Whether a CTA takes more shared memory than any card of the target has."""
+    shared = shared_of(result)
+    return shared is not None and shared > max(card.shared_bytes for card in specs.cards_of(result.target))
+
+
 def report(results: list[BuildResult]) -> None:
     """Prints one line a kernel: seconds; of a cubin registers, spilled bytes, and shared memory of a CTA."""
     for result in results:
         numbers = f"{result.seconds:6.1f} s"
         if result.registers is not None:
             numbers += f" {result.registers:4d} registers {result.spill_bytes or 0:5d} bytes spilled"
-        shared = shared_bytes(result.entry.image) if result.entry else None
+        shared = shared_of(result)
         if shared is not None:
             numbers += f" {shared:6d} shared"
         print(f"{result.target.name:10s} {numbers}  {result.spec.name}{'  FAILED' if result.error else ''}")
@@ -158,7 +169,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=aot_store().folder, help="default: %(default)s")
     parser.add_argument("--jobs", type=int, help="number of compilers that run at once; default: by cores and memory")
     parser.add_argument(
-        "--check", action="store_true", help="keep nothing; fail on errors, spills and serialised wgmmas"
+        "--check",
+        action="store_true",
+        help="keep nothing; fail on errors, spills, serialised wgmmas and too much shared memory",
     )
     parser.add_argument("--every-target", action="store_true", help="CUDA: a target for each card of the table")
     parser.add_argument(
@@ -196,14 +209,18 @@ def main(arguments: list[str] | None = None) -> int:
     spills = [result for result in results if given.check and result.spill_bytes]
     spilled = [result for result in spills if not given.sample or is_known((result.spec, result.target))]
     serial = [result for result in results if given.check and result.serial_products]
+    large = [result for result in results if given.check and is_too_large(result)]
     for result in serial:
         print(f"{result.spec.name}: ptxas serialises its wgmmas", file=sys.stderr)
+    for result in large:
+        name, target, taken = result.spec.name, result.target.name, shared_of(result)
+        print(f"{name}: a CTA takes {taken} bytes of shared memory, more than cards of {target} have", file=sys.stderr)
     for result in failed:
         print(f"\n{result.error}", file=sys.stderr)
     others = len(spills) - len(spilled)
     drawn = f"; {others} of drawn plans spill: give them smaller tiles" if others else ""
     print(f"{len(results)} kernels, {len(failed)} failed, {len(spilled)} spill registers{drawn}")
-    return 1 if failed or spilled or serial else 0
+    return 1 if failed or spilled or serial or large else 0
 
 
 if __name__ == "__main__":

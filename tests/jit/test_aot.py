@@ -279,7 +279,9 @@ def test_cuda_compilers(sandbox: Sandbox, compiler: compilers.Compiler) -> None:
     assert 'kernel.cu, line 1: identifier "y" is undefined\n    int x = y;\n' in str(bad.error)
 
 
-def test_check_fails_on_spilled_registers(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_check_fails_on_spilled_registers_and_large_ctas(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     if not cuda_compilers():
         pytest.skip("neither nvcc nor NVRTC is here")
     monkeypatch.setattr(specs, "only_checked_specs", lambda _: [])
@@ -289,6 +291,11 @@ def test_check_fails_on_spilled_registers(sandbox: Sandbox, monkeypatch: pytest.
     monkeypatch.setattr(specs, "only_checked_specs", lambda _: [cuda_toy(128)])
     assert aot_build.main(["--check", "--arch", "80"]) == 1
     assert "2 kernels, 0 failed, 1 spill registers" in capsys.readouterr().out
+    monkeypatch.setattr(specs, "only_checked_specs", lambda _: [])
+    monkeypatch.setattr(specs, "cards_of", lambda _: [dataclasses.replace(devices.H200, shared_bytes=SHARED - 1)])
+    assert aot_build.main(["--check", "--arch", "90"]) == 1
+    told = capsys.readouterr().err
+    assert f"a CTA takes {SHARED} bytes of shared memory, more than cards of sm_90a have" in told
     assert not sandbox.cache.exists()
     assert not sandbox.aot.exists()
 
