@@ -94,11 +94,6 @@ def fp8_rows(name: str, packed_rows: int, kv_source: str) -> Ahead:
     )
 
 
-def listed_fp8_rows(*packed_rows: int) -> tuple[Ahead, ...]:
-    """Lists of rows that hold their scales."""
-    return more(*(fp8_rows(name, n, "selected") for n in packed_rows for name in latent_formats.PACKED))
-
-
 def more(*rows: Ahead) -> tuple[Ahead, ...]:
     """Marks rows that are not among the default ones."""
     return tuple(dataclasses.replace(row, is_default=False) for row in rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import latent_formats, wgmma_source
-from .ahead import ONE_TOKEN, latent_rows, listed_fp8_rows
+from .ahead import ONE_TOKEN, fp8_rows, latent_rows, more
 from .kernel import HALF, LATENT_OUT, AttentionKernel, attention_traits, capability, dtypes, latent_trait
 from .options import Options
 from .spec import KernelSpec
@@ -121,6 +121,6 @@ KERNEL = AttentionKernel(
         *latent_rows(16, 32),
         *latent_rows(16, 32, page_size=ONE_TOKEN),
         *latent_rows(16, 32, kv_source="selected"),
-        *listed_fp8_rows(16, 32),
+        *more(*(fp8_rows("deepseek_v4", rows, "selected") for rows in (16, 32))),
     ),
 )

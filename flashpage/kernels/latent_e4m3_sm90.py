@@ -18,14 +18,15 @@ from .work import Work
 
 _TOKENS = 64  # of a block
 _MOST_STAGES = 6  # the header uses as many as fit
-_REACHED = 0.45  # the fraction of the card's 16-bit throughput that products reach
-_READ = {16: 0.8, 32: 0.63}  # of packed rows: the fraction of the card's bandwidth, on an H200
-FORMATS = (latent_formats.SCALED, "deepseek_v32")  # e4m3 with scales of 128 columns, a panel in shared memory, or one
+_REACHED = 0.45  # the fraction of the card's 16-bit throughput that products reach: 64 heads 128 x 2,048 on an H200
+_READ = {16: 0.8, 32: 0.63}  # of packed rows: the fraction of the bandwidth, 128 x 8k and 128 x 4k in boxes on an H200
+FORMATS = (latent_formats.SCALED, "deepseek_v32")  # rows in e4m3, with an fp32 scale for 128 columns or one for all
+_ROWS = (16, 32, ROWS)  # packed rows of a unit
 _PRODUCTS = ("KeyProduct", "TailProduct", "ValueProduct")
 
 
 def _tile(work: Work) -> Tile:
-    rows = next(rows for rows in (16, 32, ROWS) if packed_rows(work) <= rows or rows == ROWS)
+    rows = next(rows for rows in _ROWS if packed_rows(work) <= rows or rows == ROWS)
     return Tile(rows, _TOKENS, warps_q=4, warps_kv=1, stages=_MOST_STAGES, warps_v=2)
 
 
@@ -35,7 +36,8 @@ def _cost(work: Work, tile: Tile) -> Cost:
 
 
 def _loader(options: Options) -> str:
-    """Boxes for rows of two tensors; those of a row that holds its scales have three parts in one."""
+    """Boxes for rows of two tensors. A row that holds its scales has them between its value columns and its tail, and
+    is copied."""
     return boxes_or_rows(options) if options.latent_format == latent_formats.SCALED else "rows"
 
 
@@ -64,5 +66,5 @@ KERNEL = AttentionKernel(
     query_boxes=True,
     sources=wgmma_source.render_e4m3,
     traits=lambda spec: traits(spec, _PRODUCTS),
-    ahead=more(*(fp8_rows("deepseek_v32", rows, "selected") for rows in (*_READ, ROWS))),
+    ahead=more(*(fp8_rows("deepseek_v32", rows, "selected") for rows in _ROWS)),
 )

@@ -5,7 +5,10 @@ A new format is a struct and a `LatentFormatOf` in that header, a name in `Laten
 
 - `_write_packed` of flashpage/wrappers/latent_append.py, which appends on the CPU;
 - `_stored` of latent_decode_sm90.py and `_value_columns` of latent_wide_sm90.py, which say what converting warps take;
-- `FORMATS` of latent_e4m3_sm90.py, if it has fp32 scales of 128 columns; other scales change all of its warps;
+- `FORMATS` and `ahead` of latent_e4m3_sm90.py, and `has_e4m3_scores` of tests/support/tolerance.py, if it has fp32
+  scales of 128 columns. Fewer columns also change `arrange` and `piece_bytes` of its load.h, `E4m3Tokens` of shared.h,
+  the steps that share a scale in `multiply_keys` (scores.h, token_scores.h), and `read_tile` of values.h, where two
+  tiles share quotients; another type of scales changes `arrange`;
 - `_ROW_FORMATS` of flashpage/engines/vllm/plugin/sparse.py, if a cache type of vLLM has it;
 - `_packed` and `arrange` of tests/support/latent_rows.py, `row_format` of tests/support/cases/case.py, cases in
   tests/support/cases/latent.py and tests/kernels/test_latent_kernel.py, and `Kind` of tests/native/table_rows.h with

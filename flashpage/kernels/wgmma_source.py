@@ -65,7 +65,7 @@ def render_e4m3(spec: KernelSpec) -> str:
     assert spec.tile is not None
     tokens, rows = spec.tile.tile_kv, spec.tile.tile_q
     is_transposed = rows < tokens
-    in_e4m3 = is_transposed and spec.latent_format == latent_formats.SCALED
+    in_e4m3 = spec.latent_format == latent_formats.SCALED
     keys = _product(
         "KeyProduct", 2 * rows if is_transposed else tokens, "e4m3", a_in_registers=False, b_by_columns=False
     )

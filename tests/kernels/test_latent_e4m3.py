@@ -20,9 +20,9 @@ _LOG2_E = math.log2(math.e)
 _LEAST_FP32 = 1.17549435e-38
 
 
-@pytest.fixture(params=[16, 64])
+@pytest.fixture(params=[16, 32, 64])
 def heads(request: pytest.FixtureRequest) -> int:
-    """Few, whose scores are transposed, and many."""
+    """16 and 32 have transposed scores, by all and by two groups of columns at a time."""
     return request.param
 
 

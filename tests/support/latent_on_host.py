@@ -55,7 +55,7 @@ def library(kernel: AttentionKernel, case: Case) -> ctypes.CDLL:
         "CTAS_OF_CLUSTER": 2 if "__cluster_dims__" in kernel.attributes(spec) else 1,
     }
     if kernel is latent_e4m3_sm90.KERNEL:
-        in_e4m3 = spec.latent_format == latent_formats.SCALED and spec.tile.tile_q < spec.tile.tile_kv
+        in_e4m3 = spec.latent_format == latent_formats.SCALED
         values |= {"IN_E4M3": 1, "TAIL": "E4m3" if in_e4m3 else "CACHE"}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return ctypes.CDLL(str(shared_library("latent_kernel.cpp", first_include="hopper", flags=flags)))

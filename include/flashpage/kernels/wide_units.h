@@ -1,4 +1,4 @@
-// How units reach the warps of the kernels of many packed rows over latent rows.
+// How units reach the warps of latent_wide_sm90 and latent_e4m3_sm90.
 #pragma once
 #include "flashpage/ptx/mbarrier.h"
 #include "flashpage/ptx/shared.h"
@@ -75,7 +75,7 @@ struct WideUnits {
 
   FP_DEVICE WideUnits(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
-  // Loads a part of the columns of all blocks. `stamps`: whether the trace has this warp's first load.
+  // Calls the loader for each block of each unit. `stamps`: whether the trace has this warp's first load.
   FP_DEVICE void load_blocks(auto&& loader, bool stamps) const {
     u32 use = 0;
     for (u32 unit_use = 0;; ++unit_use) {

@@ -1,12 +1,14 @@
-// Attention of many packed rows over latent rows (MLA) in fp8 on Hopper, which shared memory holds as they are stored.
+// Attention over latent rows (MLA) in e4m3 on Hopper, which shared memory holds as they are stored.
 //
-// Scores are products of e4m3: Q is a sum of two such numbers (query.h), and the
-// products of 128 columns are multiplied by the scale of these columns. Values are multiplied in fp16: the warps that
-// sum them convert V on its way to registers (values.h). fp16 holds e4m3 exactly. A token's scale is divided by a power
-// of two, so that fp16 has room for it, and rounded; probabilities are multiplied by that power (scores.h).
+// Scores are products of e4m3: Q is a sum of two such numbers (query.h), and the products of 128 columns are multiplied
+// by the scale of these columns. Values are multiplied in fp16: the warps that sum them convert V on its way to
+// registers (values.h). fp16 holds e4m3 exactly. A token's scale is divided by a power of two, so that fp16 has room
+// for it, and rounded; probabilities are multiplied by that power.
 //
-// A CTA has 64 packed rows. One warpgroup computes scores and probabilities. Two others hold the sums of values, which
-// take half of an SM's registers.
+// A CTA has 16, 32 or 64 packed rows. One warpgroup computes scores and probabilities: of 64, packed rows are the rows
+// of its products (scores.h), of fewer, tokens are (token_scores.h). Two others hold the sums of values, which for 64
+// rows of 512 columns take half of an SM's registers. One warp goes through the plan and loads Q, two load rows, and
+// one arranges scales (load.h).
 #pragma once
 #include "flashpage/kernels/latent_e4m3_sm90/load.h"
 #include "flashpage/kernels/latent_e4m3_sm90/scores.h"

@@ -75,7 +75,7 @@ struct E4m3Rows : E4m3Finder<Traits> {
     for (int first = 0; first < row_groups; first += together) {
       u64 pieces[together];
       find_pieces(pieces, first, parts.quantised);
-      copy<Shared::groups, 8>(block_memory, pieces, first, 0, present);
+      copy<Shared::panels, 8>(block_memory, pieces, first, 0, present);
       if constexpr (Shared::tail_panels > 0) {
         if constexpr (!Shared::rows_are_whole) find_pieces(pieces, first, parts.rest);
         copy<1, Shared::tail_pieces>(tail_memory, pieces, first, Shared::rows_are_whole ? rest_offset() : 0, present);
@@ -125,7 +125,7 @@ struct E4m3Rows : E4m3Finder<Traits> {
 template <class Traits>
 struct E4m3Boxes {
   using Shared = E4m3Shared<Traits>;
-  static constexpr int panels = Shared::groups / 2;  // of a warp
+  static constexpr int panels = Shared::panels / 2;  // of a warp
   static_assert(Shared::tail_panels == 0 || Shared::has_e4m3_tail, "a tail in another view of the cache");
 
   Shared& shared;
@@ -147,7 +147,8 @@ struct E4m3Boxes {
     const int present = min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift);
     const bool has_tail = Shared::tail_panels > 0 && warp() == 1;
     const u32 slot = shared.block_ring.slot(use), full = shared.block_ring.full_barrier(use);
-    // The scales' warp waits for the boxes of a unit's last block alone.
+    // A unit's last block, if it has rows missing, completes `loaded`: the warp of scales clears these rows before it
+    // arrives at the full barrier.
     const u32 barrier = left < Shared::tokens ? ptx::shared_address(&shared.loaded[slot]) : full;
     const u32 values = ptx::shared_address(shared.blocks[slot]) + warp() * panels * Shared::panel_bytes;
     const u32 tail = ptx::shared_address(shared.tails[slot]);
@@ -162,7 +163,7 @@ struct E4m3Boxes {
 #pragma unroll
         for (int panel = 0; panel < panels; ++panel)
           ptx::tensor_copy(values + here + panel * Shared::panel_bytes, maps.k, barrier,
-                           (warp() * panels + panel) * Shared::group_columns, row, 0, page);
+                           (warp() * panels + panel) * Shared::panel_columns, row, 0, page);
         if (has_tail) ptx::tensor_copy(tail + here, maps.v, barrier, 0, row, 0, page);
       }
       __syncwarp();
@@ -173,8 +174,8 @@ struct E4m3Boxes {
   FP_DEVICE static int warp() { return static_cast<int>(threadIdx.x / 32); }
 };
 
-// Arranges the scales of a block's tokens, and orders the copies of its rows before the products that read them, so
-// that the warps which issue these need not.
+// Arranges the scales of a block's tokens, and orders copies of single rows before the products that read them, so that
+// the warps which issue these need not. Boxes need no order, but for a unit's last block, whose missing rows it clears.
 template <class Traits>
 struct E4m3Scales : E4m3Finder<Traits> {
   using Base = E4m3Finder<Traits>;
@@ -182,17 +183,19 @@ struct E4m3Scales : E4m3Finder<Traits> {
   using Format = typename Base::Format;
   static constexpr int groups = Shared::groups;
   static constexpr u32 one = 0x3f800000, exponent_bits = 0x7f800000;  // of fp32
-  // Inverses of powers are finite, and sums of probabilities, too.
-  static constexpr u32 least_power = (127 - 64) << 23, most_power = (127 + 126) << 23;
+  // The inverse of the largest power is a normal number; the inverse of the least one times probabilities in fp16 keeps
+  // a row's sum finite.
+  static constexpr u32 least_power = (127 - Shared::least_exponent) << 23, most_power = (127 + 126) << 23;
 
   static constexpr int ahead = Shared::scales_ahead;
   static constexpr int piece_bytes = Shared::rows_are_whole ? 4 * groups : 4;  // in which scales are aligned
   static constexpr bool has_gaps = Traits::kv_source == KvSource::selected;
   static_assert(ahead * 2 <= 32, "a bit for each row of a lane");
 
-  i32 found[2];     // in the next block to be requested
-  u32 exists = 0;   // a bit for each of the lane's rows that are requested, if there are gaps
-  u32 cleared = 0;  // a bit for each slot: whether the number of its blocks that had rows missing is odd
+  i32 found[2];    // in the next block to be requested
+  u32 exists = 0;  // a bit for each of the lane's rows that are requested, if there are gaps
+  // A bit for each slot: the phase of its barrier `loaded`, which only blocks with rows missing use (boxes).
+  u32 loaded_phases = 0;
 
   using Base::Base;
 
@@ -247,16 +250,16 @@ struct E4m3Scales : E4m3Finder<Traits> {
     if constexpr (has_gaps) return (exists >> (block % ahead * 2 + half) & 1) != 0;
     return this->token_of(block, half * 32) < this->place->place.unit.kv_end;
   }
-  // Clears the rows after a unit's last token: boxes bring them too, and they may hold NaN, as the memory of boxes that
-  // are not loaded.
+  // Clears the rows after a unit's last token. Boxes also bring rows beyond it, and rows of boxes that are not loaded
+  // keep what an earlier block left: both may hold NaN.
   FP_DEVICE void clear_missing(int block, u32 slot) {
     const i32 left = this->place->place.unit.kv_end - this->place->first_token - block * Shared::tokens;
     if (left >= Shared::tokens) return;
     const int lane = Base::lane();
-    ptx::mbarrier_wait(ptx::shared_address(&this->shared.loaded[slot]), cleared >> slot & 1);
-    cleared ^= 1u << slot;
+    ptx::mbarrier_wait(ptx::shared_address(&this->shared.loaded[slot]), loaded_phases >> slot & 1);
+    loaded_phases ^= 1u << slot;
     for (int row = left; row < Shared::tokens; ++row) {
-      if (lane < Shared::groups * 8)
+      if (lane < Shared::panels * 8)
         ptx::store_shared(ptx::shared_address(this->shared.blocks[slot]) + Shared::Block::chunk_offset(row, lane), 0, 0,
                           0, 0);
       if (Shared::tail_panels > 0 && lane < 8)
@@ -290,6 +293,8 @@ struct E4m3Scales : E4m3Finder<Traits> {
   FP_DEVICE u32 copies_of(int block, int half) const {
     return ptx::shared_address(this->shared.copied_scales[block % ahead][half * 32 + Base::lane()]);
   }
+  // Writes the scales of half of a block, and the power of each step: that of its largest scale over all groups of
+  // columns. Missing tokens have scales of 0, which raise no power.
   FP_DEVICE static void arrange(typename Shared::Tokens& to, const u32 (&scales)[groups], bool is_there, int half) {
     u32 largest = 0;
 #pragma unroll

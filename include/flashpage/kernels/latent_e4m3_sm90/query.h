@@ -10,8 +10,9 @@ namespace flashpage {
 
 // Converts a warp's 16 rows where they are. Two panels of 16-bit elements, 128 columns, become a panel of their first
 // terms and a panel of their second terms; the tail's panel holds both terms if tails are e4m3. Each row is
-// divided by a power of two, so that its largest element is from 128 to 256. Returns the scale of scores that is left
-// of row lane % 16, which is positive: the softmax takes maxima before it scales.
+// divided by a power of two, so that its largest element is from 128 to 256, and has the sign of the unit's scale.
+// Returns the scale of scores that is left of row lane % 16, which is positive: the softmax takes maxima before it
+// scales.
 template <class Traits>
 struct E4m3Query {
   using Shared = E4m3Shared<Traits>;
@@ -22,14 +23,14 @@ struct E4m3Query {
 
   FP_DEVICE static float convert(u32 query, int first_row, int lane, float scale) {
     const u32 exponent = largest_of(query, first_row, lane) >> 23;
-    // 2^(e - 7) for a largest element from 2^e on; 1 if it is 0, close to that, infinite or NaN.
+    // 2^(e - 7) for a largest element from 2^e on, as e4m3 ends at 448; 1 if it is 0, close to that, infinite or NaN.
     const u32 power_exponent = exponent < 8 || exponent == 255 ? 127 : exponent - 7;
     const float inverse = copysignf(__uint_as_float((254 - power_exponent) << 23), scale);
 #pragma unroll 1
-    for (int group = 0; group < Shared::groups; ++group)
-      convert_columns<8>(query + group * 2 * panel_bytes, first_row, lane, inverse);
+    for (int panel = 0; panel < Shared::panels; ++panel)
+      convert_columns<8>(query + panel * 2 * panel_bytes, first_row, lane, inverse);
     if constexpr (Shared::tail_panels > 0) {
-      const u32 tail = query + 2 * Shared::groups * panel_bytes;
+      const u32 tail = query + 2 * Shared::panels * panel_bytes;
       if constexpr (Shared::has_e4m3_tail) {
         convert_columns<4>(tail, first_row, lane, inverse);
       } else {

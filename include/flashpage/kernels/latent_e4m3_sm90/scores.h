@@ -23,9 +23,7 @@ struct E4m3Scores {
   static constexpr int first_thread = 32 * WideRoles::first_scoring;
   using Scores = float[1][tiles][4];
   using Softmax = SoftmaxState<1>;
-  // Probabilities in fp16 are below 2^(above + headroom), and small ones have the more bits: the sum of a row may have
-  // those of a sink, or of tokens whose values were divided by another power.
-  static constexpr float above = 7.f, headroom = 8.f;
+  static constexpr float above = Shared::above, headroom = Shared::headroom;
   // The powers of the steps of 16 tokens.
   struct Steps {
     float exponents[tokens / 16], inverses[tokens / 16];
@@ -148,17 +146,14 @@ struct E4m3Scores {
   }
   FP_DEVICE void issue_tail(Scores& scores, u32 use) const {
     if constexpr (Shared::tail_panels > 0) {
-      const ptx::Matrix rows(ptx::shared_address(shared.query) + 2 * Shared::groups * panel_bytes, 0);
+      const ptx::Matrix rows(ptx::shared_address(shared.query) + 2 * Shared::panels * panel_bytes, 0);
       const ptx::Matrix tail(ptx::shared_address(shared.tails[shared.block_ring.slot(use)]), 0);
       ptx::wgmma_settle(scores[0]);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        if constexpr (Shared::has_e4m3_tail) {
-          Traits::KeyProduct::multiply(scores[0], rows.at(step * 32), tail.at(step % 2 * 32), step > 0);
-        } else {
-          Traits::TailProduct::multiply(scores[0], rows.at(step * 32), tail.at(step * 32), step > 0);
-        }
+        Traits::TailProduct::multiply(scores[0], rows.at(step * 32),
+                                      tail.at((Shared::has_e4m3_tail ? step % 2 : step) * 32), step > 0);
       }
       ptx::wgmma_commit();
     }
@@ -183,7 +178,8 @@ struct E4m3Scores {
   // Lowers maxima that are those of sinks, which no power multiplies: probabilities next to them would be below fp16's.
   FP_DEVICE static void lower(Softmax& softmax) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) softmax.maximum[0][half] -= 64.f, softmax.sum[0][half] *= 0x1p64f;
+    for (int half = 0; half < 2; ++half)
+      softmax.maximum[0][half] -= Shared::least_exponent, softmax.sum[0][half] *= 0x1p64f;
   }
   // As SoftmaxState::raise, for multiplied probabilities. `scale`: of the lane's two rows.
   FP_DEVICE static bool raise(Softmax& softmax, const Scores& scores, const Steps& steps, const float (&scale)[2],

@@ -35,23 +35,28 @@ struct E4m3Shared {
   static constexpr int rows = Traits::tile_q;  // packed rows of a CTA: 16 or 32 (token_scores.h), or 64 (scores.h)
   static constexpr int unit_rows = rows;
   static constexpr int places_ahead = 2;
-  static constexpr int loaders = 2;  // warps that copy rows
+  static constexpr int loaders = 2;  // warps that load rows or boxes
   static constexpr bool has_boxes = Traits::loader == Loader::boxes;
-  static constexpr int scales_warp = 2;
+  static constexpr int scales_warp = loaders;                     // the warp after them
   using Tile = SwizzledRows<Cache, Traits::head_dim_qk, rows>;    // Q as it arrives
-  using Block = SwizzledRows<E4m3, Traits::head_dim_vo, tokens>;  // the value columns, a panel for each group
+  using Block = SwizzledRows<E4m3, Traits::head_dim_vo, tokens>;  // the value columns
   using Weights = SwizzledRows<Half, tokens, rows>;               // probabilities
-  // Columns that share a scale. They are a panel of a block, and two panels of Q: all warps count on that.
-  static constexpr int group_columns = 128, groups = Traits::head_dim_vo / group_columns;
-  static constexpr int tail_panels = Tile::panels - 2 * groups;
-  // A tail in e4m3 fills half of its panel, and that of Q holds both of its terms.
+  // Columns of a panel of a block. Q has two panels for them, one for each term.
+  static constexpr int panel_columns = 128, panels = Traits::head_dim_vo / panel_columns;
+  // Columns that share a scale. Scores, values and scales are written for one such group in each panel.
+  static constexpr int group_columns = Format::scale_columns, groups = Traits::head_dim_vo / group_columns;
+  static constexpr int tail_panels = Tile::panels - 2 * panels;
+  // A tail in e4m3 has 64 bytes, the first half of its panel's rows, and products read only these. Rows copied one by
+  // one leave the other half as it is; a box is a whole panel, and its columns outside of the tensor become zero. Q's
+  // panel of the tail has the first terms in its first half, and the second terms in its second half.
   static constexpr bool has_e4m3_tail = tail_panels > 0 && is_fp8<typename Format::Rest>;
   static constexpr int tail_pieces = 64 * static_cast<int>(sizeof(typename Format::Rest)) / 16;  // of 16 bytes
   static constexpr bool rows_are_whole = Traits::latent_format != LatentFormat::scaled;          // in one view, not two
   using Tokens = E4m3Tokens<groups, tokens>;
   static_assert(Traits::ctas == 1 && Traits::tile_kv == tokens && (rows == 16 || rows == 32 || rows == 64));
-  static_assert(Traits::head_dim_vo % group_columns == 0 && groups % 2 == 0 && tail_panels <= 1);
-  static_assert(Format::quantised == Traits::head_dim_vo && Format::scale_columns == group_columns);
+  static_assert(Traits::head_dim_vo % panel_columns == 0 && panels % 2 == 0 && tail_panels >= 0 && tail_panels <= 1);
+  static_assert(Format::quantised == Traits::head_dim_vo);
+  static_assert(groups == panels, "a warp multiplies a panel by one scale");
   static_assert(is_same<typename Format::Scale, float>);
   static_assert(is_same<Cache, Bf16>, "two terms in e4m3 have fewer significant bits than fp16");
   static_assert(tail_panels == 0 || has_e4m3_tail || is_same<typename Format::Rest, Cache>);
@@ -59,13 +64,21 @@ struct E4m3Shared {
   static constexpr int panel_bytes = Block::panel_bytes, tail_bytes = tail_panels * panel_bytes;
   static constexpr int scales_ahead = 4;  // blocks whose scales are requested before they are needed
   static constexpr int messages = 2;
-  static constexpr int other_bytes = 2048;  // at least those of the small members; kernel.h checks the sum
+  // Probabilities in fp16 are below 2^(above + headroom), and fp16 ends at 65,504: a maximum is moved to 2^above below
+  // a row's largest probability, and again when that exceeds 2^(above + headroom). `above` keeps bits of small
+  // probabilities, which matter where a sink, or tokens with another power, have most of the sum.
+  static constexpr float above = 7.f, headroom = 8.f;
+  // The power of a step is 2^-least_exponent or more. A maximum that begins with a sink, which no power multiplies, is
+  // lowered by as much, so that tokens with the least power still have probabilities next to it.
+  static constexpr int least_exponent = 64;
+  static constexpr int other_bytes = 2048;  // at least those of factors, maxima, sums, places and barriers
   static constexpr int free_bytes = cta_shared_bytes(1) - Tile::tile_bytes - messages * Weights::tile_bytes -
                                     scales_ahead * tokens * groups * 4 - other_bytes;
   static constexpr int slots =
       min_of(Traits::stages, free_bytes / (Block::tile_bytes + tail_bytes + static_cast<int>(sizeof(Tokens))));
-  // Registers of a thread. Half of an SM's hold 512 value columns of 64 rows; scoring warps take what is left, because
-  // a warpgroup that takes more waits for ever.
+  // Registers of a thread. 128 of a value warp's hold its sums of 256 columns of 64 rows, 16 a converted tile, and 16
+  // the next one as it is stored and its quotients; loading warps spill with 40. Scoring warps take what is left,
+  // because a warpgroup that takes more waits for ever.
   static constexpr int loading_registers = 48;
   static constexpr int value_registers = rows < 64 ? 136 : Traits::head_dim_vo > 256 ? 176 : 144;
   static constexpr int scoring_registers = 4 * WideRoles::first_registers - loading_registers - 2 * value_registers;
@@ -79,15 +92,17 @@ struct E4m3Shared {
   alignas(16) float factors[messages][rows];
   alignas(16) float row_scales[rows];               // of scores, in base 2; positive
   alignas(4) u8 moved[messages][WideRoles::group];  // whether the factors of 16 rows are not all 1
-  // Maxima, and sums, of the scoring warps' tokens, if each has some tokens of all rows.
+  // Maxima, and sums, of the scoring warps' tokens, if each has some tokens of all rows (token_scores.h).
   static constexpr int shared_rows = rows < 64 ? rows : 1;
   float tops[WideRoles::group][shared_rows], sums[WideRoles::group][shared_rows];
   alignas(16) u32 copied_scales[scales_ahead][tokens][groups];
   Tokens of_tokens[slots];
   WidePlace places[places_ahead];
   PlaceCursor cursor;
-  u64 converted;      // Q
-  u64 loaded[slots];  // rows of a block; its block_ring waits for their scales, too
+  u64 converted;  // Q
+  // Single rows: all copies of a block, for which the warp of scales waits. Boxes: those of a unit's last block, if it
+  // has rows missing, which that warp clears; other boxes complete the block's full barrier themselves.
+  u64 loaded[slots];
   SlotRing<slots> block_ring;
   SlotRing<messages> message_ring;
   SlotRing<places_ahead> place_ring;

@@ -21,11 +21,12 @@ struct E4m3TokenScores {
   using Weights = typename Shared::Weights;
   static constexpr int tokens = Shared::tokens, rows = Shared::rows, tiles = rows / 8, groups = Shared::groups;
   static constexpr int first_thread = 32 * WideRoles::first_scoring, threads = 32 * WideRoles::group, barrier = 1;
-  static constexpr float above = 7.f, headroom = 8.f;  // as in E4m3Scores
   using Scores = float[tiles][4];
   using Products = float[2 * tiles][4];  // of the first terms, and then of the second ones
   using State = ColumnState<tiles>;
-  static constexpr int together = rows <= 16 ? groups : 2;  // groups of columns, for which there are registers
+  // Groups of columns whose products are computed at the same time, in at most 64 registers.
+  static constexpr int together = min_of(groups, 64 / (8 * tiles));
+  static_assert(groups % together == 0);
 
   Shared& shared;
   const AttentionParams& params;
@@ -47,7 +48,7 @@ struct E4m3TokenScores {
       State state;
       state.clear();
       if (params.sinks && place.place.item.piece == 0)
-        state.begin_with_sinks(params, place.place.unit, warp, lane, 64.f);  // lowered as in E4m3Scores
+        state.begin_with_sinks(params, place.place.unit, warp, lane, Shared::least_exponent);
       score_blocks(place, state);
       shared.query_ring.release(unit_use);
       finish(place, state);
@@ -91,7 +92,7 @@ struct E4m3TokenScores {
       if (first < whole_begin || first > whole_end)
         mask_columns(scores, params, place.place.item, unit, first + warp * 16, lane);
       float factor[tiles][2];
-      const bool moved = state.raise(scores, shared.tops, warp, lane, factor, vote, above, headroom);
+      const bool moved = state.raise(scores, shared.tops, warp, lane, factor, vote, Shared::above, Shared::headroom);
       state.exponentiate(scores, inverse);  // sums have no power of two of their steps
       hand_over(scores, factor, moved, use + place.units_before);
     }
@@ -110,7 +111,7 @@ struct E4m3TokenScores {
 #pragma unroll
       for (int step = 0; step < 4; ++step)
         Traits::TailProduct::multiply(scores, tail.at((Shared::has_e4m3_tail ? step % 2 : step) * 32),
-                                      terms.at(2 * groups * Tile::panel_bytes + step * 32), step > 0);
+                                      terms.at(2 * Shared::panels * Tile::panel_bytes + step * 32), step > 0);
     }
     const auto& of_tokens = shared.of_tokens[slot];
 #pragma unroll
@@ -157,7 +158,7 @@ struct E4m3TokenScores {
 #pragma unroll
     for (int n = 0; n < tiles; n += 2) store_columns<Half, Weights>(to, scores, n, warp, lane);
     ptx::fence_before_products();
-    if (warp == 0 && lane < WideRoles::group) shared.moved[slot][lane] = moved;
+    if (warp == 0 && lane < 4) shared.moved[slot][lane] = moved;  // all rows at a time; there is a byte for 16
     if (moved) write_factors(slot, factor);
     ptx::mbarrier_arrive(shared.message_ring.full_barrier(message));
   }

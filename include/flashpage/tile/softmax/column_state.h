@@ -38,8 +38,8 @@ struct ColumnState {
       }
   }
 
-  // Rows begin with their sinks, each in one lane of the team; maxima are those of all lanes, and `lowered` of base 2
-  // below the sinks.
+  // Rows begin with their sinks, each in one lane of the team; maxima are those of all lanes. They begin `lowered` (in
+  // base 2) below the sinks, and sums are multiplied to match.
   FP_DEVICE void begin_with_sinks(const AttentionParams& params, const Unit& unit, int warp, int lane,
                                   float lowered = 0.f) {
 #pragma unroll
