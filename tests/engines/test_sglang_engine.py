@@ -105,8 +105,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The answers of all engines, each of which takes a second or less; to import SGLang takes ten."""
+def found(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Any]:
+    """The answers of all engines, each of which takes a second or less; to import SGLang takes ten. Engines with two
+    backends start if their rare tests run."""
     needs(TREE, get_sglang.PACKAGES)
     theirs, ours = ({"attention_backend": name} for name in ("torch_native", "flashpage"))
     # SGLang reads another name of the activation; a soft cap of logits runs in Triton, and changes no greedy token.
@@ -114,9 +117,12 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     own_pool = changes | {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]}
     alone = {"answer": "alone", "context_length": alone_or_together.TOKENS}
     deterministic = {"enable_deterministic_inference": True}
+    params = [getattr(getattr(item, "callspec", None), "params", {}) for item in request.session.items]
+    pairs = {" and ".join(its["pair"]): ("llama", of_two(its["pair"])) for its in params if "pair" in its}
     engines: dict[str, tuple[str, dict[str, Any]]] = {  # model and options
         "llama, theirs": ("llama", theirs),
         "llama": ("llama", ours),
+        **pairs,
         "head_dim 80": ("head_dim 80", ours),
         "gemma2": ("gemma2", ours | overriding(changes)),
         "gemma2, own pool": ("gemma2", ours | overriding(own_pool)),
@@ -131,6 +137,11 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     }
     asked = [{"model_path": str(models[model]), **options} for model, options in engines.values()]
     return dict(zip(engines, answers(tmp_path_factory.mktemp("sglang"), asked), strict=True))
+
+
+def of_two(pair: tuple[str, str]) -> dict[str, Any]:
+    """The options of an engine with one backend for prompts and another for decodes."""
+    return {"prefill_attention_backend": pair[0], "decode_attention_backend": pair[1]}
 
 
 def overriding(fields: dict[str, Any]) -> dict[str, Any]:
@@ -174,6 +185,17 @@ def test_deterministic_mode(found: dict[str, Any]) -> None:
     """The bits of a request's log-probabilities do not depend on the others. Without the mode that depends on which
     requests share a step."""
     assert all(found["deterministic"]["tokens"])
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("pair", [("torch_native", "flashpage"), ("flashpage", "torch_native")], ids=" and ".join)
+def test_one_backend_for_prompts_and_one_for_decodes(pair: tuple[str, str], found: dict[str, Any]) -> None:
+    """Decodes read the keys and values of prompts, which the other backend wrote. Prompts with decodes mixed among them
+    read those of earlier decodes. Our backend plans its own steps alone."""
+    each = found[" and ".join(pair)]
+    assert each["tokens"] == found["llama, theirs"]["tokens"]
+    for backend, step in zip(pair, ("EXTEND", "DECODE"), strict=True):
+        assert (step in each["steps"]) == (backend == "flashpage")
 
 
 @pytest.mark.rare

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.generation.continuous_batching import initialization
 
 from flashpage import hf
+from flashpage.base.errors import RunError
 from flashpage.engines.transformers import batching, decode
 from flashpage.engines.transformers.call import Call, Layer
 from flashpage.wrappers.base import Attention
@@ -224,6 +225,39 @@ def test_steps_with_prompts_are_not_captured(
     with pytest.warns(RuntimeWarning, match="without a graph") if is_warned else contextlib.nullcontext():
         found = resolve(config, batching, None, has_logit_processors=False, **device)
     assert found.use_cuda_graph == (False, captures_decodes)
+
+
+@pytest.mark.parametrize("name", [hf.NAME, f"paged|{hf.NAME}", "eager"])
+@pytest.mark.parametrize(
+    ("given", "captures_prompts"),
+    [
+        ({}, False),
+        ({"use_cuda_graph": True}, True),
+        ({"use_cuda_graph": (True, False)}, True),
+        ({"use_cuda_graph": (False, True)}, False),
+        ({"use_cuda_graph": False, "q_padding_interval_size": 64}, False),
+        ({"q_padding_interval_size": 64}, True),  # transformers takes it for a request to capture all steps
+        ({"kv_padding_interval_size": 64}, True),
+    ],
+)
+def test_graphs_of_prompts_are_refused_where_decodes_have_no_tables(
+    name: str, given: dict[str, Any], captures_prompts: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a card has graphs: when the manager is made, before it has a request. The model keeps its attention."""
+    if hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR"):
+        pytest.skip("this version captures decode steps alone")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, _ = expected["llama"]
+    model.set_attn_implementation(name)
+    options = batch_options(4, page_size=8, num_blocks=32, max_batch_tokens=16, **given)
+    is_refused = captures_prompts and name != "eager"
+    reason = r"use_cuda_graph=\(True, (True|False)\).*Pass use_cuda_graph=False, or install transformers 5.18"
+    with pytest.raises(RunError, match=reason) if is_refused else contextlib.nullcontext():
+        manager = model.init_continuous_batching(**options)
+        assert manager.continuous_batching_config.cuda_graph_booleans[0] == captures_prompts
+    found = model.config._attn_implementation
+    model.set_attn_implementation(hf.NAME)
+    assert found == (name if is_refused or "|" in name else f"paged|{name}")
 
 
 def test_a_trained_model_in_bfloat16() -> None:

@@ -2,8 +2,9 @@
 
 A job has `prompts`, and `engines`, each with options of `Engine`; the first is a Llama, the last a DeepSeek. An engine
 may have an `answer`: "embed", "transcribe" sounds, or "alone", whether its log-probabilities depend on other requests.
-SGLang's own kit of tests runs too. The output has each engine's tokens, or what else it was asked for, and the class of
-the pool of tokens that our backend got; "" if the engine has another backend.
+SGLang's own kit of tests runs too. The output has each engine's tokens, or what else it was asked for, the class of the
+pool of tokens that our backend got, and the kinds of steps that it planned; "" and none if the engine has another
+backend.
 """
 
 from __future__ import annotations
@@ -121,17 +122,24 @@ def allow_window_pools() -> None:
     ModelConfig._derive_hybrid_model = derive_as_configured
 
 
-def note_pools(path: Path) -> None:
-    """Our backend writes down its pool, also in the process of a scheduler."""
+def note_pools_and_steps(path: Path) -> None:
+    """Our backend writes down its pool, and each new kind of step that it plans, also in the process of a scheduler."""
     from flashpage.engines.sglang.backend import FlashpageBackend
 
-    make = FlashpageBackend.__init__
+    make, plan = FlashpageBackend.__init__, FlashpageBackend.init_forward_metadata
 
     def make_and_note(self: Any, *args: Any, **given: Any) -> None:
         make(self, *args, **given)
         path.write_text(type(self.token_to_kv_pool).__name__)
 
+    def plan_and_note(self: Any, forward_batch: Any) -> None:
+        plan(self, forward_batch)
+        noted = path.read_text()
+        if (step := forward_batch.forward_mode.name) not in noted.split()[1:]:
+            path.write_text(f"{noted} {step}")
+
     FlashpageBackend.__init__ = make_and_note
+    FlashpageBackend.init_forward_metadata = plan_and_note
 
 
 def hear_sounds() -> None:
@@ -188,8 +196,8 @@ def main(job_path: str, out_path: str) -> None:
         job = json.load(file)
     load_plugins()
     allow_window_pools()
-    pool = Path(out_path + ".pool")
-    note_pools(pool)
+    notes = Path(out_path + ".notes")
+    note_pools_and_steps(notes)
     check_answers(job["engines"][0]["model_path"])
     check_hooks(job["engines"][0]["model_path"], job["engines"][-1]["model_path"])
     hear_sounds()
@@ -200,9 +208,9 @@ def main(job_path: str, out_path: str) -> None:
         with only_attention_depends_on_others() if is_deterministic else contextlib.nullcontext():
             found = engine.Engine(**OPTIONS | options)
         answers = answer(found, how, prompts)
-        name = pool.read_text() if pool.exists() else ""
-        pool.unlink(missing_ok=True)
-        out.append({"tokens": answers, "pool": name})
+        pool, *steps = notes.read_text().split() if notes.exists() else [""]
+        notes.unlink(missing_ok=True)
+        out.append({"tokens": answers, "pool": pool, "steps": steps})
         found.shutdown()
     check_kit()
     sglang_drafts.check()

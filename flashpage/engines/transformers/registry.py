@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import initialization
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
+from ...base.errors import RunError
 from ...base.warn import warn
 from .forward import attention, batched_attention
 from .masks import padding_mask
@@ -32,6 +33,8 @@ def register() -> None:
         _wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _choose)
     if hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR"):
         _wrap(initialization, "ensure_decode_fast_path_is_available", _keep_tables)
+    else:  # 5.17, which has no block tables for NAME
+        _wrap(ContinuousBatchingManager, "__init__", _refuse_graphs)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -79,3 +82,19 @@ def _capture_decodes_alone(cb_config: Any) -> None:
         if prompts and not isinstance(chosen, bool):
             warn(f"use_cuda_graph={chosen}: steps with prompts run without a graph, as the host plans their lengths")
     cb_config.use_cuda_graph = (False, wants_graphs and cb_config.max_blocks_per_request > 0)
+
+
+def _refuse_graphs(original: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses graphs of steps with prompts before the manager has a request. transformers has chosen by then, from
+    use_cuda_graph, the sizes of padding and the device."""
+    original(manager, model, *args, **kwargs)
+    chosen = manager.continuous_batching_config.cuda_graph_booleans
+    if model.config._attn_implementation != BATCHING_NAME or not chosen[0]:
+        return
+    if manager._original_attn_impl is not None:
+        model.set_attn_implementation(manager._original_attn_impl)
+    raise RunError(
+        f"use_cuda_graph={chosen}, from ContinuousBatchingConfig or its sizes of padding: "
+        "this version of transformers would capture steps with prompts, whose lengths the host plans. "
+        "Pass use_cuda_graph=False, or install transformers 5.18 or newer, which captures decode steps alone."
+    )
