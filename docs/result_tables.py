@@ -28,6 +28,7 @@ TITLES = {  # sections in the order of the page
     "more-mla": "Latent rows (MLA), other shapes",
     "expanded": "Prompts over expanded latent rows",
     "sparse": "Latent rows of 656 bytes, by lists of tokens and by pages",
+    "e4m3-forms": "Prefill over an e4m3 cache, in four forms",
     "sparse-calls": "Sparse prefill, and decode from two caches in rows of 584 bytes",
     "energy": "Energy of long prompts",
     "counters": "Hardware counters of a call",
@@ -377,6 +378,10 @@ def sparse_table(lines: list[Line]) -> str:
     return shares_table(lines, "bf16", "Microseconds, and in brackets the share of bf16's.")
 
 
+def e4m3_forms_table(lines: list[Line]) -> str:
+    return shares_table(lines, "bf16", "Microseconds, and in brackets the share of bf16's.")
+
+
 def sparse_calls_table(lines: list[Line]) -> str:
     return shares_table(lines, "flashpage", "Microseconds, and in brackets the share of flashpage's.")
 
@@ -401,6 +406,7 @@ TABLES = {  # of other sections: card_table
     "formats": formats_table,
     "sparse": sparse_table,
     "sparse-calls": sparse_calls_table,
+    "e4m3-forms": e4m3_forms_table,
     "energy": energy_table,
     "counters": counters_table,
     "engine": own_engine_table,

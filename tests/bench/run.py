@@ -38,6 +38,7 @@ BENCHMARKS = {
     "mla": Benchmark(("gpu.py", "mla"), "decode over latent rows on the GPU, against the peers", needs_gpu=True),
     "sparse": Benchmark(("sparse.py",), "lists of latent rows, in bf16 and in 656 bytes", needs_gpu=True),
     "sparse-calls": Benchmark(("sparse_calls.py",), "sparse prefill, and DeepSeek V4's decode", needs_gpu=True),
+    "e4m3-forms": Benchmark(("e4m3_forms.py",), "prefill over e4m3 caches in four forms", needs_gpu=True),
     "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU, against the peers", needs_gpu=True),
     "more-prefill": Benchmark(("gpu.py", "more-prefill"), "other lengths, groups, windows and dims", needs_gpu=True),
     "small-prefill": Benchmark(("gpu.py", "small-prefill"), "short prompts, against the peers", needs_gpu=True),
