@@ -51,10 +51,10 @@ PROGRAMS = [  # program and arguments, and a line that it prints
         "| 16 heads, batch 2, top-k 100 |",
     ),
     (
-        ("e4m3_forms.py", "--only", "1 x 16,384", "--small", "--device", "cpu", "--rounds", "1"),
         ("sparse_calls.py", "--only", "64 heads", "--small", "--device", "cpu", "--rounds", "1"),
         "| prefill, 4 heads, 2 rows, top-k 64 |",
     ),
+    (("e4m3_forms.py", "--only", "1 x 16,384", "--small", "--device", "cpu", "--rounds", "1"), "| page 16, 1 x 64 |"),
     (("cluster.py", "--only", "4 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 1k |"),
     (
         ("engine.py", "--small", "--device", "cpu", "--requests", "4", "--prompt", "40", "--new-tokens", "8"),
