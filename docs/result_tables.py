@@ -374,11 +374,7 @@ def formats_table(lines: list[Line]) -> str:
     return shares_table(lines, "float8_e4m3fn", f"Microseconds, and in brackets the share of e4m3's{more}.")
 
 
-def sparse_table(lines: list[Line]) -> str:
-    return shares_table(lines, "bf16", "Microseconds, and in brackets the share of bf16's.")
-
-
-def e4m3_forms_table(lines: list[Line]) -> str:
+def shares_of_bf16(lines: list[Line]) -> str:
     return shares_table(lines, "bf16", "Microseconds, and in brackets the share of bf16's.")
 
 
@@ -404,9 +400,9 @@ TABLES = {  # of other sections: card_table
     "sweep": sweep_table,
     "mixed": mixed_table,
     "formats": formats_table,
-    "sparse": sparse_table,
+    "sparse": shares_of_bf16,
     "sparse-calls": sparse_calls_table,
-    "e4m3-forms": e4m3_forms_table,
+    "e4m3-forms": shares_of_bf16,
     "energy": energy_table,
     "counters": counters_table,
     "engine": own_engine_table,

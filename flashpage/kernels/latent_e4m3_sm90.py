@@ -26,7 +26,7 @@ _PRODUCTS = ("KeyProduct", "TailProduct", "ValueProduct")
 
 
 def _tile(work: Work) -> Tile:
-    rows = next(rows for rows in _ROWS if packed_rows(work) <= rows or rows == ROWS)
+    rows = next((rows for rows in _ROWS if packed_rows(work) <= rows), ROWS)
     return Tile(rows, _TOKENS, warps_q=4, warps_kv=1, stages=_MOST_STAGES, warps_v=2)
 
 

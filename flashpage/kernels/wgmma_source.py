@@ -64,13 +64,10 @@ def render_e4m3(spec: KernelSpec) -> str:
     the rows), TailProduct (those of the tail) and ValueProduct (columns of V in fp16 times rows of probabilities)."""
     assert spec.tile is not None
     tokens, rows = spec.tile.tile_kv, spec.tile.tile_q
-    is_transposed = rows < tokens
-    in_e4m3 = spec.latent_format == latent_formats.SCALED
-    keys = _product(
-        "KeyProduct", 2 * rows if is_transposed else tokens, "e4m3", a_in_registers=False, b_by_columns=False
-    )
-    kind = "e4m3" if in_e4m3 else _TYPES[spec.q_dtype]
-    tail = _product("TailProduct", rows if is_transposed else tokens, kind, a_in_registers=False, b_by_columns=False)
+    columns = 2 * rows if rows < tokens else tokens
+    kind = "e4m3" if spec.latent_format == latent_formats.SCALED else _TYPES[spec.q_dtype]
+    keys = _product("KeyProduct", columns, "e4m3", a_in_registers=False, b_by_columns=False)
+    tail = _product("TailProduct", rows, kind, a_in_registers=False, b_by_columns=False)  # 64 rows: as many as tokens
     values = _product("ValueProduct", rows, "f16", a_in_registers=True, b_by_columns=False)
     return f"{keys}\n\n{tail}\n\n{values}"
 

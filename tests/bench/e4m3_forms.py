@@ -79,8 +79,8 @@ def calls_of(case: FormCase, device: torch.device) -> dict[str, Call]:
 
 def measure(case: FormCase, device: torch.device, rounds: int, clock: GpuClock | HostClock) -> dict[str, Any]:
     calls = calls_of(case, device)
-    exact = calls["bf16"]().float()
-    errors = {name: float((call().float() - exact).norm() / exact.norm()) for name, call in calls.items()}
+    bf16 = calls["bf16"]().float()
+    errors = {name: float((call().float() - bf16).norm() / bf16.norm()) for name, call in calls.items()}
     times = rounds_of({name: clock.capture(call) for name, call in calls.items()}, rounds, clock)
     us = {name: round(statistics.median(found), 1) for name, found in times.items()}
     cells = " | ".join(f"{name} {us[name]:,} ({us['bf16'] / us[name]:.2f})" for name in us)

@@ -295,7 +295,7 @@ def test_check_fails_on_spilled_registers_and_large_ctas(
     monkeypatch.setattr(specs, "cards_of", lambda _: [dataclasses.replace(devices.H200, shared_bytes=SHARED - 1)])
     assert aot_build.main(["--check", "--arch", "90"]) == 1
     told = capsys.readouterr().err
-    assert f"a CTA takes {SHARED} bytes of shared memory, more than cards of sm_90a have" in told
+    assert f"sm_90a: a CTA takes {SHARED} bytes of shared memory, and has {SHARED - 1}; give it a smaller tile" in told
     assert not sandbox.cache.exists()
     assert not sandbox.aot.exists()
 

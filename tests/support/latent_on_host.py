@@ -12,7 +12,7 @@ import latent_rows
 import torch
 from cases.case import Case
 from host_maps import Map, map_of
-from host_plans import listed, merge, plan_of
+from host_plans import attention_params, listed, merge, plan_of
 from inputs import Inputs
 from native_build import shared_library
 
@@ -69,29 +69,18 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
     out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
     lse = torch.full((len(q), case.num_q_heads), math.nan)
     planned_case, planned_inputs = listed(case, inputs) if case.selected else (case, inputs)
-    planned, sinks = plan_of(planned_case, planned_inputs, spec.tile.tile_q, cut), inputs.sinks
+    planned = plan_of(planned_case, planned_inputs, spec.tile.tile_q, cut)
     indices, size = planned_inputs.indices, first.element_size()
     row_bytes = (case.value_dim * size, (case.head_dim - case.value_dim) * size)
     box = loader_tokens(spec.loader, case.page_size, spec.tile.tile_kv, *row_bytes)
-    q_scale, k_scale = torch.tensor([0.5]), torch.tensor([4.0])  # on cards they are tensors
-    params = native.AttentionParams(
-        q=q.data_ptr(),
-        q_scale=q_scale.data_ptr(),
-        k_scale=k_scale.data_ptr(),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        q_row_stride=q.stride(0),
-        q_head_stride=q.stride(1),
-        out_row_stride=out.stride(0),
-        out_head_stride=out.stride(1),
+    params = attention_params(
+        case,
+        (q, out, lse),
+        inputs.sinks,
         kv_indices=indices.data_ptr(),
         plan=planned.data.ctypes.data,
         partial_out=planned.partial_out.data_ptr(),
         partial_lse=planned.partial_lse.data_ptr(),
-        sinks=None if sinks is None else sinks.data_ptr(),
-        score_scale=case.score_scale / 2,
-        value_scale=1.0,
-        num_q_heads=case.num_q_heads,
         num_kv_heads=1,
         causal=case.causal,
         window_left=-1,
@@ -103,8 +92,13 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
     for view, half in ((params.k, first), (params.v, second)):
         view.data = half.data_ptr()
         view.page_stride, view.token_stride = half.stride()[:2]
-    if case.row_format:  # whose scales are those of elements
-        params.q_scale, params.k_scale, params.score_scale = None, None, case.score_scale
+    q_scale, k_scale = torch.tensor([0.5]), torch.tensor([4.0])  # on cards they are tensors
+    if not case.row_format:  # rows of a format have the scales of their elements
+        params.q_scale, params.k_scale, params.score_scale = (
+            q_scale.data_ptr(),
+            k_scale.data_ptr(),
+            case.score_scale / 2,
+        )
     scales = latent_rows.run_arguments(case, inputs.cache, "cpu")  # which must live as long as params
     latent_rows.set_scales(params, **scales)
     forms = [map_of(half.unsqueeze(2), (128, box, 1, 1)) for half in (first, second) if box]

@@ -13,7 +13,7 @@
 
 namespace flashpage {
 
-// Looks up rows of a block, a lane each.
+// Looks up 32 rows of a block, a lane each.
 template <class Traits>
 struct E4m3Finder {
   using Shared = E4m3Shared<Traits>;
@@ -44,16 +44,15 @@ struct E4m3Finder {
   }
 };
 
-// Copies rows: the warps share a block's. Eight lanes copy 128 bytes of a row at a time.
+// Copies rows: a warp has 32 of a block. Eight lanes copy 128 bytes of a row at a time.
 template <class Traits>
 struct E4m3Rows : E4m3Finder<Traits> {
   using Base = E4m3Finder<Traits>;
   using Shared = typename Base::Shared;
   using Block = typename Shared::Block;
-  static constexpr int rows = Shared::tokens / Shared::loaders;  // of a warp; further lanes look up other warps' rows
-  static constexpr int row_groups = rows / 4;                    // of four rows
+  static constexpr int rows = Shared::tokens / Shared::loaders, row_groups = rows / 4;  // of a warp; of four rows
   static constexpr int together = 4;  // groups whose addresses are in registers at the same time
-  static_assert(rows <= 32 && row_groups % together == 0);
+  static_assert(rows == 32, "a lane looks up one row");
 
   i32 found;  // in the next block
 

@@ -179,7 +179,7 @@ struct E4m3Scores {
   FP_DEVICE static void lower(Softmax& softmax) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      softmax.maximum[0][half] -= Shared::least_exponent, softmax.sum[0][half] *= 0x1p64f;
+      softmax.maximum[0][half] -= Shared::least_exponent, softmax.sum[0][half] *= exp2f(Shared::least_exponent);
   }
   // As SoftmaxState::raise, for multiplied probabilities. `scale`: of the lane's two rows.
   FP_DEVICE static bool raise(Softmax& softmax, const Scores& scores, const Steps& steps, const float (&scale)[2],
