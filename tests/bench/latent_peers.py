@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from peers import Call
+from peers import Call, only_sm80
 from torch import Tensor
 from workloads import LatentCase, Paged, indptr
 
@@ -76,6 +76,12 @@ def wrapper_call(module_name: str, batch: LatentBatch, **options: object) -> Cal
     return lambda: wrapper.run(*parts)
 
 
+def sm80_call(batch: LatentBatch) -> Call:
+    """flashpage with the kernel that cards before Hopper get."""
+    with only_sm80():
+        return wrapper_call("flashpage", batch)
+
+
 def flashmla_call(batch: LatentBatch) -> Call | None:
     """FlashMLA, which takes pages of 64 tokens; it makes its schedule in the first call."""
     import flash_mla
@@ -115,6 +121,7 @@ def fa3_call(batch: LatentBatch) -> Call:
 
 LATENT_PEERS: dict[str, tuple[str, Callable[[LatentBatch], Call | None]]] = {  # as peers.PEERS
     "flashpage": ("flashpage", lambda batch: wrapper_call("flashpage", batch)),
+    "flashpage sm80": ("flashpage", sm80_call),
     "flashmla": ("flash_mla", flashmla_call),
     "fa3 scheduled": ("flash_attn_interface", fa3_call),
     "flashinfer fa2": ("flashinfer", lambda batch: wrapper_call("flashinfer", batch, backend="fa2")),

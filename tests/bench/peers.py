@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -115,14 +116,16 @@ def planned(module_name: str, lengths: Lengths, o_data_type: torch.dtype | None 
 def wrapper_call(
     module_name: str, batch: Batch, o_data_type: torch.dtype | None = None, **options: object
 ) -> Call | None:
-    """flashpage, or a library with its interface. FlashInfer's wrappers take no sinks in `run`: None."""
-    if batch.sinks is not None and module_name != "flashpage":
-        return None
+    """flashpage, or a library with its interface, whose kernels with sinks take them, and the scale, after K and V."""
     wrapper = planned(module_name, batch, o_data_type, **options)
-    more = {} if batch.sinks is None else {"sinks": batch.sinks}
-    if batch.case.page_size:
-        return lambda: wrapper.run(batch.q, batch.cache, **more)
-    return lambda: wrapper.run(batch.q, batch.k, batch.v, **more)
+    rest: tuple[object, ...] = ()
+    more: dict[str, object] = {}
+    if batch.sinks is not None and module_name == "flashpage":
+        more["sinks"] = batch.sinks
+    elif batch.sinks is not None:
+        rest = batch.sinks, batch.case.head_dim**-0.5
+    kv = (batch.cache,) if batch.case.page_size else (batch.k, batch.v)
+    return lambda: wrapper.run(batch.q, *kv, *rest, **more)
 
 
 def flashinfer_call(batch: Batch, backend: str) -> Call | None:
@@ -132,12 +135,32 @@ def flashinfer_call(batch: Batch, backend: str) -> Call | None:
     if backend == "fa2" and case.head_dim == 96 and not case.page_size:
         return None
     options: dict[str, object] = {"use_tensor_cores": True} if case.q_len == 1 else {}
+    if case.has_sinks:
+        options["jit_args"] = flashinfer_sinks(case, backend)
     return wrapper_call("flashinfer", batch, backend=backend, **options)
+
+
+def flashinfer_sinks(case: Case, backend: str) -> list[object]:
+    """What FlashInfer's wrappers compile for a case with sinks. Its own wrapper for them takes no ragged K and V, and
+    has one name for the kernels of all head dims."""
+    variants = importlib.import_module("flashinfer.jit.attention.variants")
+    is_windowed = case.window_left >= 0
+    name = f"sinks_{backend}_{case.head_dim}_{str(case.kv_dtype)[6:]}_window_{int(is_windowed)}"
+    types = case.q_dtype, case.kv_dtype, case.q_dtype, torch.int32
+    tensors, numbers = (["sink"], ["float"]), (["sm_scale"], ["double"])
+    source = "AttentionSink", variants.attention_sink_decl[backend]
+    no_positions = 0
+    return [name, *types, case.head_dim, case.value_dim, *tensors, *numbers, *source, no_positions, is_windowed]
+
+
+def only_sm80() -> AbstractContextManager[object]:
+    """While it is entered, plans get the kernel that cards before Hopper get."""
+    return mock.patch.object(choose, "ATTENTION", [attention_sm80.KERNEL])
 
 
 def sm80_call(batch: Batch) -> Call | None:
     """flashpage with the kernel that cards before Hopper get."""
-    with mock.patch.object(choose, "ATTENTION", [attention_sm80.KERNEL]):
+    with only_sm80():
         return wrapper_call("flashpage", batch)
 
 
