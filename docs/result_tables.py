@@ -339,7 +339,9 @@ def torch_table(lines: list[Line]) -> str:
         rows.append(
             [line["case"], *cells, f"{min(v for n, v in us.items() if n != 'flashpage') / us['flashpage']:.3f}"]
         )
-    return table(["case", *(f"{name} us" for name in names), "best other / flashpage"], rows)
+    found = table(["case", *(f"{name} us" for name in names), "best other / flashpage"], rows)
+    reasons = dict.fromkeys(f"{name}: {why}" for line in lines for name, why in line.get("refused", {}).items())
+    return found + "".join(f"\n\nNot timed where a cell is empty: {reason}." for reason in reasons)
 
 
 def parallel_table(lines: list[Line]) -> str:
