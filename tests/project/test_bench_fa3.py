@@ -49,10 +49,10 @@ class Operator:
     def fwd(self, *given: Any) -> list[torch.Tensor]:
         named = dict(zip(self.names, given, strict=True))
         self.calls.append(named)
-        q, k, v = (named[name].transpose(0, 1) for name in "qkv")
+        q, k, v = (named[name].flatten(0, -3).transpose(0, 1) for name in "qkv")
         scores = q @ k.transpose(1, 2) * named["softmax_scale"]
         out = named["out"] if named["out"] is not None else torch.empty_like(named["q"])
-        out.copy_((scores.softmax(-1) @ v).transpose(0, 1))
+        out.copy_((scores.softmax(-1) @ v).transpose(0, 1).view(out.shape))
         return [out, scores.logsumexp(-1), q.new_empty(0), q.new_empty(0)]
 
 
@@ -86,9 +86,23 @@ def test_torchs_call(scale: float | None, operator: Operator, fa3: Any, monkeypa
 
 
 @pytest.mark.parametrize("operator", [("CPU",)], indirect=True)
+def test_a_dense_batch_has_lengths(operator: Operator, fa3: Any) -> None:
+    """vLLM's build refuses batches without any."""
+    q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 7, 2, 8)
+    forward = fa3.forward_over(torch.ops._vllm_fa3_C.fwd, operator.names)
+    numbers = dict.fromkeys(("window_size_left", "window_size_right", "attention_chunk", "num_splits", "sm_margin"), 0)
+    choices = {"is_causal": False, "is_rotary_interleaved": True, "softcap": 0.0}
+    given = dict.fromkeys(fa3.NAMES) | numbers | choices | {"q": q, "k": k, "v": k}
+    for _ in range(2):
+        assert forward(*given.values())[0].shape == q.shape
+    first, second = (called["seqused_k"] for called in operator.calls)
+    assert first is second and first.tolist() == [7] and first.dtype == torch.int32
+
+
+@pytest.mark.parametrize("operator", [("CPU",)], indirect=True)
 def test_arguments_that_vllm_lacks(operator: Operator, fa3: Any) -> None:
     forward = fa3.forward_over(torch.ops._vllm_fa3_C.fwd, operator.names)
-    given = dict.fromkeys(fa3.NAMES) | {"q": torch.randn(5, 2, 8), "attention_chunk": 4}
+    given = dict.fromkeys(fa3.NAMES) | {"q": torch.randn(5, 2, 8), "seqused_k": "its lengths", "attention_chunk": 4}
     with pytest.raises(NotImplementedError, match="has no attention_chunk"):
         forward(*given.values())
 
