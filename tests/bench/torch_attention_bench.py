@@ -1,7 +1,7 @@
 """PyTorch's attention functions on flashpage's kernels, next to torch's own FA2, FA3 and cuDNN, in turns.
 
 Each implementation is activated, called and captured as a CUDA graph; then the graphs' replays take turns. Ragged keys,
-whose lengths flashpage plans on the host, are called without a graph, behind enough other work to hide the host's time.
+whose lengths flashpage plans on the host, are called without a graph, after enough other work to hide the host's time.
 An implementation that a machine lacks, or that refuses a case, has the reason in place of a time. FA3 comes from
 FlashAttention's package or from vLLM's build (torch_fa3.py). `--small --device cpu` runs tiny shapes of flashpage alone
 with the host's clock: it only shows that the program works.
@@ -123,8 +123,8 @@ def active(name: str, device: str) -> Iterator[None]:
 
 
 class Found(NamedTuple):
-    """What a case gave: microseconds of each implementation in each round, why others did not run, and how far outputs
-    are from FA2's at most."""
+    """Microseconds of each implementation in each round, why others did not run, and how far outputs are from FA2's at
+    most."""
 
     us: dict[str, list[float]]
     refused: dict[str, str] = {}
