@@ -37,6 +37,7 @@ TITLES = {  # sections in the order of the page
     "host": "Host time of plan and run",
     "sglang": "SGLang, tokens per second by attention backend",
     "vllm": "vLLM, tokens per second by attention backend",
+    "transformers": "transformers, tokens per second of `generate_batch` by attention",
     "vllm-steps": "Where a step of vLLM spends its time",
     "sglang-steps": "Where a step of SGLang spends its time",
     "torch-attention": "PyTorch's attention functions",
@@ -44,6 +45,7 @@ TITLES = {  # sections in the order of the page
     "ranks": "Engines of several ranks, and with other options, next to others",
     "growth": "Memory after many requests",
 }
+OWN = ("flashpage", "fpage", "fpage+graphs")  # flashpage's names in engines
 UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
 NAMES = {
     "flashinfer fa2": "FlashInfer",
@@ -303,9 +305,10 @@ def engine_table(lines: list[Line]) -> str:
     kinds, rows = ("new_per_s", "decode_per_s", "prefill_per_s"), []
     for line in lines:
         figures = line["figures"]
+        others = [rates for label, rates in figures.items() if label not in OWN]
         for label, own in figures.items():
-            ratios = [own[kind] / max(x[kind] for n, x in figures.items() if n != label) for kind in kinds]
-            words = [f"{ratio:.3f}" if label == "flashpage" else "" for ratio in ratios]
+            has_ratios = label in OWN and bool(others)
+            words = [f"{own[kind] / max(x[kind] for x in others):.3f}" if has_ratios else "" for kind in kinds]
             cells = [f"{own[kind]:,.0f}" for kind in kinds]
             rows.append([line["case"], line["ranks"], label, *cells, *words])
     header = ["trace", "cards", "attention", "new/s", "decode/s", "prefill/s", "ratio", "of decode", "of prefill"]
@@ -339,7 +342,9 @@ def torch_table(lines: list[Line]) -> str:
         rows.append(
             [line["case"], *cells, f"{min(v for n, v in us.items() if n != 'flashpage') / us['flashpage']:.3f}"]
         )
-    return table(["case", *(f"{name} us" for name in names), "best other / flashpage"], rows)
+    found = table(["case", *(f"{name} us" for name in names), "best other / flashpage"], rows)
+    reasons = dict.fromkeys(f"{name}: {why}" for line in lines for name, why in line.get("refused", {}).items())
+    return found + "".join(f"\n\nNot timed where a cell is empty: {reason}." for reason in reasons)
 
 
 def parallel_table(lines: list[Line]) -> str:
@@ -410,6 +415,7 @@ TABLES = {  # of other sections: card_table
     "host": host_table,
     "sglang": engine_table,
     "vllm": engine_table,
+    "transformers": engine_table,
     "engine-steps": own_steps_table,
     "vllm-steps": steps_table,
     "sglang-steps": steps_table,

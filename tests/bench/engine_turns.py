@@ -93,18 +93,20 @@ def serve(make: Callable[[], Running]) -> None:
     os.dup2(2, 1)  # engines and their processes print where they log
     engine = make()
     print("up", file=answers, flush=True)
-    for line in sys.stdin:
-        word, trace, *rest = line.split()
-        if word == "run":
-            prompts, new_tokens = prompts_of(trace), int(rest[0])
-            began = time.perf_counter()
-            found = engine.generate(prompts, new_tokens)
-            answer: object = time.perf_counter() - began
-            assert all(len(tokens) == new_tokens for tokens in found)
-        else:
-            answer = engine.answers[word](trace)
-        print(json.dumps(answer), file=answers, flush=True)
-    engine.end()
+    try:
+        for line in sys.stdin:
+            word, trace, *rest = line.split()
+            if word == "run":
+                prompts, new_tokens = prompts_of(trace), int(rest[0])
+                began = time.perf_counter()
+                found = engine.generate(prompts, new_tokens)
+                answer: object = time.perf_counter() - began
+                assert all(len(tokens) == new_tokens for tokens in found)
+            else:
+                answer = engine.answers[word](trace)
+            print(json.dumps(answer), file=answers, flush=True)
+    finally:  # threads of an engine would keep the process
+        engine.end()
 
 
 class Server:
@@ -114,7 +116,7 @@ class Server:
         variables: of its environment, besides this one's.
     """
 
-    def __init__(self, options: dict[str, Any], log: Path, variables: dict[str, str] | None = None) -> None:
+    def __init__(self, options: object, log: Path, variables: dict[str, str] | None = None) -> None:
         self.log = log
         command = [sys.executable, sys.argv[0], "--serve", json.dumps(options)]
         with log.open("w") as errors:

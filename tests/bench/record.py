@@ -27,6 +27,7 @@ VERSIONS = (
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-frontend",
     "sglang",
+    "transformers",
     "vllm",
 )
 

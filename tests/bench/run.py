@@ -53,6 +53,9 @@ BENCHMARKS = {
     "parallel": Benchmark(("parallel.py",), "a context spread over two cards, against one card", needs_gpu=True),
     "sglang": Benchmark(("sglang_turns.py",), "SGLang engines in turns, by attention backend", needs_gpu=True),
     "vllm": Benchmark(("vllm_turns.py",), "vLLM engines in turns, by attention backend", needs_gpu=True),
+    "transformers": Benchmark(
+        ("transformers_turns.py",), "transformers' batches in turns, by attention", needs_gpu=True
+    ),
     "vllm-operators": Benchmark(("vllm_bench.py",), "vLLM's operators, next to its own by --peer", needs_gpu=True),
     "torch": Benchmark(("torch_attention_bench.py",), "PyTorch's attention functions, by kernels", needs_gpu=True),
     "variants": Benchmark(("variants_bench.py",), "variants against built-ins, options against none", needs_gpu=True),

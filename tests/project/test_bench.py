@@ -125,7 +125,21 @@ def test_attention_of_torch() -> None:
     small = ["--small", "--device", "cpu", "--repeats", "1"]
     done = programs.run([BENCH / "torch_attention_bench.py", *small], env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("| flashpage |") == 7
+    assert done.stdout.count("| flashpage |") == 11
+
+
+@pytest.mark.rare
+def test_batches_of_transformers() -> None:
+    """FlashAttention is left out with a reason, and sdpa gives the same tokens."""
+    pytest.importorskip("transformers", "5.18")
+    environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
+    small = ["--small", "--device", "cpu", "--repeats", "1", "--backends"]
+    done = programs.run([BENCH / "transformers_turns.py", *small, "fpage,flash_attention_3"], env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "flash_attention_3: left out: transformers finds no package" in done.stdout
+    assert "4 new each: fpage: " in done.stdout and " decode_per_s, " in done.stdout
+    done = programs.run([BENCH / "transformers_turns.py", *small, "fpage,sdpa", "--check"], env=environment)
+    assert "sdpa: 4 of 4 prompts have equal tokens, 4 equal first ones" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_sweep_draws_the_same_cases_and_lists_those_behind(
