@@ -2,37 +2,10 @@
 // unit.
 #pragma once
 #include "flashpage/plan/cost.h"
+#include "flashpage/plan/filling.h"
 #include "flashpage/plan/lanes.h"
 
 namespace flashpage::plan {
-
-// The segments of the last wave.
-struct Partition {
-  Cut* ends;  // [lanes]: a lane begins where the previous one ends
-  Cut begin{};
-  double mean = 0.0;  // load of a CTA if all loads were equal, ns
-  double max = 0.0;   // load of the costliest CTA, ns
-  i32 inside = 0;     // number of cuts inside a unit
-
-  FP_HOST_DEVICE Segment segment(i32 lane) const { return {lane == 0 ? begin : ends[lane - 1], ends[lane]}; }
-};
-
-// Where units may be cut, and what a cut costs.
-struct CutRules {
-  CutRules() = default;
-  explicit CutRules(const Schedule& schedule)
-      : cuttable(schedule.fixed_piece_tokens >= 0),
-        step(make_fast_div(schedule.fixed() ? schedule.fixed_piece_tokens : max_of(schedule.tile_kv, 1))),
-        min_piece(schedule.fixed() ? 1 : max_of(schedule.min_piece_tokens, 1)),
-        max_pieces(make_fast_div(schedule.fixed() || schedule.max_pieces == 0 ? 1 : schedule.max_pieces + 1)),
-        ns_per_piece(schedule.fixed() ? 0.0 : schedule.ns_per_piece) {}
-
-  bool cuttable;
-  FastDiv step;        // tokens
-  i32 min_piece;       // tokens
-  FastDiv max_pieces;  // the maximum plus one; 1: no limit
-  double ns_per_piece;
-};
 
 // Where the last wave begins, and the loads of the waves before it.
 struct Start {
@@ -126,8 +99,9 @@ class Partitioner {
   FP_HOST_DEVICE Partition last_wave(const Start& start, Cut* ends, Cut* other_ends) const {
     Partition best{ends, start.cut}, trial{other_ends, start.cut};
     const double loss = expected_loss();
-    double too_low = 0.0, level = product(total_, per_weight_) + loss, likely = infinite;
+    double too_low = product(total_, per_weight_), level = too_low + loss, likely = infinite;
     for (int attempt = 0; attempt < max_attempts; ++attempt) {
+      level = whole_ticks(level);
       const Fill fill = fill_all(start, level, loss, trial);
       const double max = trial.max;
       if (attempt == 0 || max < best.max) {
@@ -163,27 +137,11 @@ class Partitioner {
   static constexpr double good_enough = 0.01;  // above the mean, or above a level that is too low
   static constexpr double promised = 0.03;     // above the mean
   static constexpr double small_gain_share = 0.05, small_gain_in_pieces = 0.35;
-  static constexpr double tolerance = 0.005;  // fraction of a load that is not worth a cut
   static constexpr double infinite = 1e300;
 
   FP_HOST_DEVICE double small_gain(double level) const {
     return min_of(small_gain_share * level, small_gain_in_pieces * rules_.ns_per_piece);
   }
-
-  // A lane that is being filled. Costs are positions on the axis, without the extra cost of starting inside a unit.
-  struct Filling {
-    Cut begin;
-    double at = 0.0;  // ns of starting inside a unit
-    double overhead;  // ns that fit after `at`
-    double room;      // what fits beyond `at`
-    double weight;    // Lane::weight
-    bool may_stay_empty;
-  };
-
-  struct Fill {
-    double excess;      // ns that did not fit at the level (negative: ns that would have fit in addition); on the axis
-    double next_level;  // below it, no lane would take more
-  };
 
   struct Choice {
     Cut cut;
@@ -223,7 +181,7 @@ class Partitioner {
       lane.overhead = lane.begin.inside() ? rules_.ns_per_piece : 0.0;
       const double expected = left + done_by_rest + lane.overhead + product(loss, num_lanes - 1 - l);
       const double needed = product(expected, mine.per_weight_left);
-      const double raised = max_of(level, needed);
+      const double raised = needed > level ? whole_ticks(needed) : level;
       lane.room = product(raised - done, mine.weight) - lane.overhead;
       lane.weight = mine.weight;
       lane.may_stay_empty = mine.heads > lanes_.fewest_heads || done > 0.0;
@@ -299,7 +257,7 @@ class Partitioner {
     const double step = product(rules_.step.divisor, price.ns);
     next_cost = after.cost;
     if (has_before) {
-      const double worth = before.cost + max_of(rules_.ns_per_piece, product(tolerance, lane.room));
+      const double worth = before.cost + max_of(rules_.ns_per_piece, whole_ticks(product(rules_.tolerance, lane.room)));
       if (!inside.cut.inside()) return before;
       next_cost = min_of(next_cost, max_of(inside.cost, worth) + step);
       return inside.cost > worth && inside.cost <= lane.room ? inside : before;
@@ -342,7 +300,12 @@ class Partitioner {
     const double goal = max_of(lane.room, floor);
     const double wanted = (goal - token_0) * price.per_ns;
     i32 token = down_to_step(static_cast<i32>(min_of<double>(max_of(wanted, 0.0), last)));
-    if (token < first) {
+    if (price.ns > 0.0) {  // `wanted` is rounded, which the last step must not depend on
+      const i32 step = rules_.step.divisor;
+      if (token > 0 && token_0 + product(token, price.ns) > goal) token -= step;
+      if (token <= last - step && token_0 + product(token + step, price.ns) <= goal) token += step;
+    }
+    if (token < first || (token == first && goal > lane.room)) {
       // Only shortest pieces fit: make them equal, so that the last one is not nearly twice as long.
       token = down_to_step(piece_begin + left / (left / shortest) + rules_.step.divisor / 2);
     }
