@@ -91,6 +91,7 @@ struct Scratch {
   std::vector<plan::Request> requests;
   std::vector<plan::Lane> lanes;
   std::vector<plan::Cut> ends;
+  std::vector<plan::TickedRequest> ticked;
   std::vector<plan::Segment> segments;
   std::vector<double> early_loads;
   std::vector<plan::Totals> before;
@@ -124,6 +125,21 @@ struct Batch {
     for (int32_t i = 0; i < made.num_full(); ++i) made.write_full(i, lanes);
     return {requests, count, axis, units / (num_kv_heads / axis.heads), lanes, made};
   }
+
+  // Whether no request has more than one row tile, and no KV head lies on the axis.
+  bool is_decode() const {
+    return !schedule.heads_on_axis && units == static_cast<int64_t>(requests[count].number) * num_kv_heads;
+  }
+
+  // Fills the division's lanes, if they are not few next to the requests, each of which it reads once more.
+  std::optional<plan::OneTileLanes> one_tile_lanes(const plan::Division& division, int64_t longest) const {
+    constexpr int32_t most_requests_a_lane = 4;
+    const bool are_few = division.lanes.num_full() * most_requests_a_lane < count;
+    if (are_few || !is_decode() || !plan::OneTileLanes::may_fill(model, rules, requests[count].cost, longest))
+      return {};
+    plan::TickedRequest* const memory = at_least(scratch.ticked, count + plan::OneTileLanes::past_end);
+    return plan::OneTileLanes(model, rules, requests, count, memory);
+  }
 };
 
 // Division in waves; the last wave cuts units if loads would be uneven.
@@ -133,9 +149,11 @@ struct Waves {
   plan::Start last_wave;
   plan::Partition partition;
 
-  Waves(const Batch& batch, const plan::Axis& axis)
-      : division(batch.divide(axis)), segments(at_least(batch.scratch.segments, axis.waves * batch.schedule.num_ctas)) {
-    const plan::Partitioner partitioner(batch.model, batch.rules, division, plan::OneSearcher{});
+  Waves(const Batch& batch, const plan::Division& division, int64_t longest)
+      : division(division), segments(at_least(batch.scratch.segments, division.axis.waves * batch.schedule.num_ctas)) {
+    const std::optional<plan::OneTileLanes> one_tile = batch.one_tile_lanes(division, longest);
+    const plan::OneSearcher searcher{one_tile ? &*one_tile : nullptr};
+    const plan::Partitioner partitioner(batch.model, batch.rules, division, searcher);
     last_wave = partitioner.early_waves(segments, at_least(batch.scratch.early_loads, batch.schedule.num_ctas));
     plan::Cut* const ends = at_least(batch.scratch.ends, 2 * batch.schedule.num_ctas);
     partition = partitioner.last_wave(last_wave, ends, ends + batch.schedule.num_ctas);
@@ -165,7 +183,7 @@ static std::optional<plan::Assignment> whole_units(const Batch& batch, const Wav
 
 static plan::Assignment least_costly(const Batch& batch, const plan::KvTokens& kv) {
   const plan::Schedule& schedule = batch.schedule;
-  const Waves waves(batch, plan::make_axis(schedule, batch.num_kv_heads, kv));
+  const Waves waves(batch, batch.divide(plan::make_axis(schedule, batch.num_kv_heads, kv)), kv.longest);
   const bool has_cuts = waves.partition.inside > 0;
   const double ns = waves.partition.max + (has_cuts ? schedule.ns_per_merge : 0.0);
   if (plan::may_have_own_ctas(schedule)) {

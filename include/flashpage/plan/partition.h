@@ -175,7 +175,11 @@ class Partitioner {
     double done_by_rest = start.at;  // ns of earlier waves, of this lane and all later ones
     Place place;
     Fill fill{0.0, infinite};
-    for (i32 l = 0; l < num_lanes; ++l) {
+    i32 one_by_one = num_lanes;  // lanes; OneTileLanes fills the others
+    if constexpr (Searcher::fills_lanes) {
+      if (searcher_.lanes != nullptr && start.loads == nullptr) one_by_one = lanes_.num_small;
+    }
+    for (i32 l = 0; l < one_by_one; ++l) {
       const Lane& mine = lane_[l];
       const double left = total_ - lane.at, done = start.loads != nullptr ? start.loads[l] : 0.0;
       lane.overhead = lane.begin.inside() ? rules_.ns_per_piece : 0.0;
@@ -199,6 +203,11 @@ class Partitioner {
       lane.begin = choice.cut;
       lane.at += choice.cost;
       done_by_rest -= done;
+    }
+    if constexpr (Searcher::fills_lanes) {
+      if (one_by_one < num_lanes) {
+        searcher_.lanes->fill(one_by_one, num_lanes, lane_, level, loss, lane, fill, partition);
+      }
     }
     partition.mean = product(total_ + product(partition.inside, rules_.ns_per_piece), per_weight_);
     return fill;
