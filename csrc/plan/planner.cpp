@@ -183,13 +183,23 @@ static std::optional<plan::Assignment> whole_units(const Batch& batch, const Wav
 
 static plan::Assignment least_costly(const Batch& batch, const plan::KvTokens& kv) {
   const plan::Schedule& schedule = batch.schedule;
-  const Waves waves(batch, batch.divide(plan::make_axis(schedule, batch.num_kv_heads, kv)), kv.longest);
+  const plan::Division division = batch.divide(plan::make_axis(schedule, batch.num_kv_heads, kv));
+  std::optional<plan::OwnCtas> own;
+  if (plan::may_have_own_ctas(schedule, batch.units)) {
+    own.emplace(batch.model, schedule, batch.requests, batch.count, batch.num_kv_heads);
+    // Groups that end before any waves can save the search for the best waves, which takes longer.
+    const double least = own->least_of_others(batch.rules, batch.requests[batch.count].cost / division.lanes.weight);
+    if (own->least_cost() < least) {
+      const plan::OwnCtas::Groups groups = own->better_than(least);
+      if (groups.size > 0) return own->assign(groups, batch.scratch.own);
+    }
+  }
+  const Waves waves(batch, division, kv.longest);
   const bool has_cuts = waves.partition.inside > 0;
   const double ns = waves.partition.max + (has_cuts ? schedule.ns_per_merge : 0.0);
-  if (plan::may_have_own_ctas(schedule)) {
-    const plan::OwnCtas own(batch.model, schedule, batch.requests, batch.count, batch.num_kv_heads);
-    const auto found = own.better_than(ns, batch.units / batch.num_kv_heads, batch.scratch.own);
-    if (found) return *found;
+  if (own) {
+    const plan::OwnCtas::Groups groups = own->better_than(ns);
+    if (groups.size > 0) return own->assign(groups, batch.scratch.own);
   }
   if (has_cuts && !schedule.are_claimed && plan::WholeUnits::may_be(schedule, waves.partition.mean)) {
     const auto found = whole_units(batch, waves, ns);
