@@ -221,14 +221,16 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
   const bool at_once = !schedule.fixed() && most_item_bytes <= capacity;
   const int32_t counted = at_once ? lanes.num_small : lanes.count;
   plan::Totals* const before = at_least(batch.scratch.before, lanes.count + 1);
-  plan::PlanMemory memory{before, at_once ? at_least(batch.scratch.units, lanes.count) : nullptr,
+  plan::PlanMemory memory{before, at_once ? at_least(batch.scratch.units, lanes.count + 1) : nullptr,
                           static_cast<char*>(buffer)};
   const plan::Writer writer(batch.model, schedule, assignment, memory);
   plan::Totals totals{};
-  for (int32_t lane = 0; lane < lanes.count; ++lane) {
+  const int32_t one_by_one = at_once && batch.is_decode() ? lanes.num_small : lanes.count;
+  for (int32_t lane = 0; lane < one_by_one; ++lane) {
     before[lane] = totals;
     lane < counted ? writer.add_lane<plan::Items::none>(lane, totals) : writer.add_lane<plan::Items::all>(lane, totals);
   }
+  if (one_by_one < lanes.count) writer.add_one_tile_lanes(totals);
   before[lanes.count] = totals;
   result->used_bytes = writer.used_bytes();
   if (result->used_bytes > plan::max_i32 || writer.num_partial_rows() > plan::max_i32) {
@@ -249,7 +251,7 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
                 static_cast<i64>(result->used_bytes), static_cast<i64>(capacity));
   }
   const int32_t num_units = static_cast<int32_t>(before[lanes.count].units);
-  memory.units = at_least(batch.scratch.units, num_units);
+  memory.units = at_least(batch.scratch.units, num_units + 1);
   std::memcpy(buffer, &header, sizeof(header));
   totals = {};
   for (int32_t lane = 0; lane < counted; ++lane) writer.add_lane<plan::Items::all>(lane, totals);
