@@ -143,8 +143,8 @@ class OneTileLanes {
 
   // Fills the lanes from `first` on, as Partitioner::fill_all does. `lane`: where the first one begins. Not inlined,
   // which leaves Partitioner's loop its registers.
-  [[gnu::noinline]] void fill(i32 first, i32 num_lanes, const Lane* lanes, double level_ns, double loss, const Filling& lane, Fill& fill,
-            Partition& partition) const {
+  [[gnu::noinline]] void fill(i32 first, i32 num_lanes, const Lane* lanes, double level_ns, double loss,
+                              const Filling& lane, Fill& fill, Partition& partition) const {
     const TickedRules rules = rules_;
     const TickedRequest* const ticked = ticked_;
     Cut* const ends = partition.ends;

@@ -156,11 +156,20 @@ class Partitioner {
   };
 
   // The expected loss of a lane that ends anywhere in a unit of mean cost: the distance to the edge before it, or a
-  // piece and half a step if that is less.
+  // piece and half a step if that is less. Where each request is one unit, and units and lanes are long, a lane also
+  // ends at an edge if its piece would be too short, and a shortest piece before an edge if the next one would be.
   FP_HOST_DEVICE double expected_loss() const {
     const double unit = units_on_axis_ > 0 ? total_ / static_cast<double>(units_on_axis_) : 0.0;
     const double of_cut = rules_.ns_per_piece + product(0.5 * rules_.step.divisor, model_.many_rows.ns);
-    return !rules_.cuttable || of_cut >= unit ? 0.5 * unit : of_cut - 0.5 * of_cut * of_cut / unit;
+    if (!rules_.cuttable || of_cut >= unit) return 0.5 * unit;
+    const double loss = of_cut - 0.5 * of_cut * of_cut / unit;
+    const double piece = product(rules_.min_piece, model_.many_rows.ns), begun = model_.ns_per_unit + piece;
+    const double shortest = begun + piece;  // of a unit that may be cut
+    const bool are_requests = units_on_axis_ == requests_[batch_].number;
+    const bool are_long = unit >= 2.0 * shortest && product(total_, per_weight_) >= 1.25 * shortest;
+    if (!are_requests || !are_long || begun <= of_cut) return loss;
+    const double beyond = begun - of_cut;
+    return loss + 0.5 * (product(beyond, beyond) + product(piece, piece)) / unit;
   }
 
   // Fills the lanes one by one. The level rises for the remaining lanes if what is left, with their expected losses,
