@@ -1,4 +1,4 @@
-// What the fillings of lanes share: the rules of cuts, a lane, and what a filling finds.
+// Types that all fillings of lanes share: the rules of cuts, a lane that is filled, and results.
 #pragma once
 #include "flashpage/plan/cost.h"
 #include "flashpage/plan/lanes.h"

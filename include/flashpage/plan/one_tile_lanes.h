@@ -113,7 +113,7 @@ struct TickedRules {
 
 class OneTileLanes {
  public:
-  // Whether lanes may be filled here: numbers are exact, and nothing is asked for that decode has no use for.
+  // Whether lanes may be filled here: numbers are exact, and the schedule has nothing that decode kernels do not use.
   // `longest`: tokens of the longest request.
   static bool may_fill(const CostModel& model, const CutRules& rules, double total, i64 longest) {
     constexpr double least_ns = 1.0, most_ns = 1 << 30;
