@@ -8,9 +8,9 @@
 #include "errors.h"
 #include "flashpage/plan/bounds.h"
 #include "flashpage/plan/mask_cells.h"
+#include "flashpage/plan/one_tile_writer.h"
 #include "flashpage/plan/own_ctas.h"
 #include "flashpage/plan/whole_units.h"
-#include "flashpage/plan/writer.h"
 
 using namespace flashpage;
 using host::fail;
@@ -223,14 +223,14 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
   plan::Totals* const before = at_least(batch.scratch.before, lanes.count + 1);
   plan::PlanMemory memory{before, at_once ? at_least(batch.scratch.units, lanes.count + 1) : nullptr,
                           static_cast<char*>(buffer)};
-  const plan::Writer writer(batch.model, schedule, assignment, memory);
+  const plan::OneTileWriter writer(batch.model, schedule, assignment, memory);
   plan::Totals totals{};
   const int32_t one_by_one = at_once && batch.is_decode() ? lanes.num_small : lanes.count;
   for (int32_t lane = 0; lane < one_by_one; ++lane) {
     before[lane] = totals;
     lane < counted ? writer.add_lane<plan::Items::none>(lane, totals) : writer.add_lane<plan::Items::all>(lane, totals);
   }
-  if (one_by_one < lanes.count) writer.add_one_tile_lanes(totals);
+  if (one_by_one < lanes.count) writer.add_full_lanes(totals);
   before[lanes.count] = totals;
   result->used_bytes = writer.used_bytes();
   if (result->used_bytes > plan::max_i32 || writer.num_partial_rows() > plan::max_i32) {

@@ -73,48 +73,6 @@ class Writer {
     for (i32 i = 0; i < mine.num_segments; ++i) take<items>(segments[i], mine.heads, first, step, to);
   }
 
-  // Adds all full lanes to the totals of the small ones, as add_lane<Items::all> does, if no request has more than one
-  // row tile, no KV head lies on the axis and a lane has one segment: decode. What a lane has is written in any case,
-  // and kept if it is there: branches that depend on lengths take longer. `memory.units` has room for one more.
-  void add_one_tile_lanes(Totals& to) const {
-    const i32 count = assignment_.division.lanes.count, first = assignment_.division.lanes.num_small;
-    Totals* const before = memory_.before;
-    i64 items = to.items, units = to.units, merges = to.merges, partial_rows = to.partial_rows, pieces = to.pieces;
-    for (i32 l = first; l < count; ++l) {
-      before[l] = {items, units, merges, partial_rows, pieces};
-      const Segment& segment = assignment_.segments[lane_[l].first_segment];
-      const Cut begin = segment.begin, end = segment.end;
-      const bool resumes = begin.inside(), stays = resumes & (begin.request == end.request);
-      const bool completes = resumes & !stays, cuts = end.inside() & !stays;
-      if (begin.request < batch_) {
-        const i32 rows = rows_of(begin);
-        const i64 own_merges = merges_of(rows);
-        put_piece(items, begin, {begin.token, stays ? end.token : requests_[begin.request].kv_len}, partial_rows,
-                  pieces, merges - own_merges);
-        items += resumes;
-        pieces += resumes;
-        partial_rows += resumes ? rows : 0;
-        memory_.units[units - completes] = {begin, static_cast<i32>(merges - own_merges),
-                                            static_cast<i32>(partial_rows - pieces * rows), static_cast<i32>(pieces)};
-      }
-      for (i32 i = begin.request + completes; i < end.request; ++i) {
-        const Request& request = requests_[i];
-        items_[items] = item_of({i, 0, 0, -1}, 0, {request.kv_begin, request.kv_len});
-        items += request.tiles;
-      }
-      if (end.request < batch_) {
-        const i32 rows = rows_of(end);
-        put_piece(items, end, {visible(end).begin, end.token}, partial_rows, 0, merges);
-        items += cuts;
-        units += cuts;
-        merges += cuts ? merges_of(rows) : 0;
-        pieces = cuts ? 1 : pieces;
-        partial_rows += cuts ? rows : 0;
-      }
-    }
-    to = {items, units, merges, partial_rows, pieces};
-  }
-
   // Writes the starts of a lane's CTAs, every `step`-th from `first` on, once all items are written.
   FP_HOST_DEVICE void write_starts(i32 lane, i32 first = 0, i32 step = 1) const {
     const Lane mine = lane_[lane];
@@ -182,15 +140,7 @@ class Writer {
   FP_HOST_DEVICE i64 num_partial_rows() const { return all_.partial_rows * places_; }
   FP_HOST_DEVICE i64 used_bytes() const { return merges_offset() + all_.merges * places_ * merge_bytes; }
 
- private:
-  void put_piece(i64 index, const Cut& at, const TokenRange& tokens, i64 partial_row, i64 piece, i64 merge) const {
-    WorkItem& item = items_[index];
-    item = item_of(at, 0, tokens);
-    item.partial_row = static_cast<i32>(partial_row);
-    item.piece = static_cast<i32>(piece);
-    item.merge = static_cast<i32>(merge);
-  }
-
+ protected:
   // `heads`, here and below: KV heads of a CTA of the lane.
   template <Items items>
   FP_HOT void take(const Segment& segment, i32 heads, i32 first, i32 step, Totals& to) const {
