@@ -8,9 +8,9 @@
 #include "errors.h"
 #include "flashpage/plan/bounds.h"
 #include "flashpage/plan/mask_cells.h"
+#include "flashpage/plan/one_tile_writer.h"
 #include "flashpage/plan/own_ctas.h"
 #include "flashpage/plan/whole_units.h"
-#include "flashpage/plan/writer.h"
 
 using namespace flashpage;
 using host::fail;
@@ -91,6 +91,7 @@ struct Scratch {
   std::vector<plan::Request> requests;
   std::vector<plan::Lane> lanes;
   std::vector<plan::Cut> ends;
+  std::vector<plan::TickedRequest> ticked;
   std::vector<plan::Segment> segments;
   std::vector<double> early_loads;
   std::vector<plan::Totals> before;
@@ -124,6 +125,21 @@ struct Batch {
     for (int32_t i = 0; i < made.num_full(); ++i) made.write_full(i, lanes);
     return {requests, count, axis, units / (num_kv_heads / axis.heads), lanes, made};
   }
+
+  // Whether no request has more than one row tile, and no KV head lies on the axis.
+  bool is_decode() const {
+    return !schedule.heads_on_axis && units == static_cast<int64_t>(requests[count].number) * num_kv_heads;
+  }
+
+  // Fills the division's lanes, if they are not few next to the requests, each of which it reads once more.
+  std::optional<plan::OneTileLanes> one_tile_lanes(const plan::Division& division, int64_t longest) const {
+    constexpr int32_t most_requests_a_lane = 4;
+    const bool are_few = division.lanes.num_full() * most_requests_a_lane < count;
+    if (are_few || !is_decode() || !plan::OneTileLanes::may_fill(model, rules, requests[count].cost, longest))
+      return {};
+    plan::TickedRequest* const memory = at_least(scratch.ticked, count + plan::OneTileLanes::past_end);
+    return plan::OneTileLanes(model, rules, requests, count, memory);
+  }
 };
 
 // Division in waves; the last wave cuts units if loads would be uneven.
@@ -133,9 +149,11 @@ struct Waves {
   plan::Start last_wave;
   plan::Partition partition;
 
-  Waves(const Batch& batch, const plan::Axis& axis)
-      : division(batch.divide(axis)), segments(at_least(batch.scratch.segments, axis.waves * batch.schedule.num_ctas)) {
-    const plan::Partitioner partitioner(batch.model, batch.rules, division, plan::OneSearcher{});
+  Waves(const Batch& batch, const plan::Division& division, int64_t longest)
+      : division(division), segments(at_least(batch.scratch.segments, division.axis.waves * batch.schedule.num_ctas)) {
+    const std::optional<plan::OneTileLanes> one_tile = batch.one_tile_lanes(division, longest);
+    const plan::OneSearcher searcher{one_tile ? &*one_tile : nullptr};
+    const plan::Partitioner partitioner(batch.model, batch.rules, division, searcher);
     last_wave = partitioner.early_waves(segments, at_least(batch.scratch.early_loads, batch.schedule.num_ctas));
     plan::Cut* const ends = at_least(batch.scratch.ends, 2 * batch.schedule.num_ctas);
     partition = partitioner.last_wave(last_wave, ends, ends + batch.schedule.num_ctas);
@@ -165,13 +183,23 @@ static std::optional<plan::Assignment> whole_units(const Batch& batch, const Wav
 
 static plan::Assignment least_costly(const Batch& batch, const plan::KvTokens& kv) {
   const plan::Schedule& schedule = batch.schedule;
-  const Waves waves(batch, plan::make_axis(schedule, batch.num_kv_heads, kv));
+  const plan::Division division = batch.divide(plan::make_axis(schedule, batch.num_kv_heads, kv));
+  std::optional<plan::OwnCtas> own;
+  if (plan::may_have_own_ctas(schedule, batch.units)) {
+    own.emplace(batch.model, schedule, batch.requests, batch.count, batch.num_kv_heads);
+    // Groups that end before any waves can save the search for the best waves, which takes longer.
+    const double least = own->least_of_others(batch.rules, batch.requests[batch.count].cost / division.lanes.weight);
+    if (own->least_cost() < least) {
+      const plan::OwnCtas::Groups groups = own->better_than(least);
+      if (groups.size > 0) return own->assign(groups, batch.scratch.own);
+    }
+  }
+  const Waves waves(batch, division, kv.longest);
   const bool has_cuts = waves.partition.inside > 0;
   const double ns = waves.partition.max + (has_cuts ? schedule.ns_per_merge : 0.0);
-  if (plan::may_have_own_ctas(schedule)) {
-    const plan::OwnCtas own(batch.model, schedule, batch.requests, batch.count, batch.num_kv_heads);
-    const auto found = own.better_than(ns, batch.units / batch.num_kv_heads, batch.scratch.own);
-    if (found) return *found;
+  if (own) {
+    const plan::OwnCtas::Groups groups = own->better_than(ns);
+    if (groups.size > 0) return own->assign(groups, batch.scratch.own);
   }
   if (has_cuts && !schedule.are_claimed && plan::WholeUnits::may_be(schedule, waves.partition.mean)) {
     const auto found = whole_units(batch, waves, ns);
@@ -193,14 +221,16 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
   const bool at_once = !schedule.fixed() && most_item_bytes <= capacity;
   const int32_t counted = at_once ? lanes.num_small : lanes.count;
   plan::Totals* const before = at_least(batch.scratch.before, lanes.count + 1);
-  plan::PlanMemory memory{before, at_once ? at_least(batch.scratch.units, lanes.count) : nullptr,
+  plan::PlanMemory memory{before, at_once ? at_least(batch.scratch.units, lanes.count + 1) : nullptr,
                           static_cast<char*>(buffer)};
-  const plan::Writer writer(batch.model, schedule, assignment, memory);
+  const plan::OneTileWriter writer(batch.model, schedule, assignment, memory);
   plan::Totals totals{};
-  for (int32_t lane = 0; lane < lanes.count; ++lane) {
+  const int32_t one_by_one = at_once && batch.is_decode() ? lanes.num_small : lanes.count;
+  for (int32_t lane = 0; lane < one_by_one; ++lane) {
     before[lane] = totals;
     lane < counted ? writer.add_lane<plan::Items::none>(lane, totals) : writer.add_lane<plan::Items::all>(lane, totals);
   }
+  if (one_by_one < lanes.count) writer.add_full_lanes(totals);
   before[lanes.count] = totals;
   result->used_bytes = writer.used_bytes();
   if (result->used_bytes > plan::max_i32 || writer.num_partial_rows() > plan::max_i32) {
@@ -221,7 +251,7 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
                 static_cast<i64>(result->used_bytes), static_cast<i64>(capacity));
   }
   const int32_t num_units = static_cast<int32_t>(before[lanes.count].units);
-  memory.units = at_least(batch.scratch.units, num_units);
+  memory.units = at_least(batch.scratch.units, num_units + 1);
   std::memcpy(buffer, &header, sizeof(header));
   totals = {};
   for (int32_t lane = 0; lane < counted; ++lane) writer.add_lane<plan::Items::all>(lane, totals);

@@ -56,10 +56,30 @@ def test_the_kernel_as_it_is(requests: int) -> None:
     assert one_row.tables("cpu").plan(DECODE, 1, library) == one_row.host_plan(DECODE)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_lanes_in_integers(seed: int, device: str) -> None:
+    """One KV head and a row for each request: the host fills lanes in integers, cards in fp64. Equal lengths, and such
+    as leave room for shortest pieces alone, end lanes where both choices cost the same."""
+    rng, kernel = np.random.default_rng(seed), kernel_of(device)
+    for number in range(60):
+        requests, mean = int(rng.integers(1, 300)), float(np.exp(rng.uniform(0.0, 9.0)))
+        weights = (np.ones(requests), rng.lognormal(0.0, 1.0, requests), 1.0 / rng.permutation(range(1, requests + 1)))
+        kv_lens = 1 + np.rint(mean * weights[number % 3]).astype(np.int64)
+        window = int(rng.integers(0, 2000)) if number % 5 == 0 else -1
+        batch = Batch(np.ones(requests, np.int64), kv_lens, 16, 1, causal=window >= 0, window_left=window)
+        least, step = rng.choice([0.0, 2616.0, 9000.0]), int(rng.choice([32, 64, 128]))
+        cutting = dataclasses.replace(
+            LATENT, tile_kv=step, least_ns_of_unit=least, ns_per_unit=rng.choice([0.0, 5000.0])
+        )
+        tables = TableBatch.of(batch)
+        assert tables.tables(device).plan(cutting, kernel) == tables.host_plan(cutting), f"case {number}: {batch}"
+
+
 # Schedules of the kernels that engines use most: flashpage/kernels/tile.py.
 DECODE = Cutting(
     num_ctas=132, heads_on_axis=False, tile_q=16, tile_kv=32, ns_per_token=14.84, ns_per_unit=500.0, ns_per_piece=1000.0
 )
+LATENT = dataclasses.replace(DECODE, tile_kv=64, ns_per_token=33.4, ns_per_unit=5000.0, ns_per_piece=1500.0)
 PREFILL = Cutting(
     num_ctas=132,
     heads_on_axis=True,

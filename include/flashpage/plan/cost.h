@@ -11,10 +11,20 @@
 
 namespace flashpage::plan {
 
+// Prices, and what they are compared with, are whole ticks: 2^-20 ns, exactly what floats from 8 ns on are. So sums of
+// them are exact below 8 s, in whatever order and as integers, too (one_tile_lanes.h).
+inline constexpr double ticks_per_ns = 1 << 20;
+
+// The nearest whole tick below 2 s, and about that beyond: a sum with so large a number has no finer bits.
+FP_HOST_DEVICE double whole_ticks(double ns) {
+  constexpr double large = 3.0 * (1ll << 51) / ticks_per_ns;
+  return ns + large - large;
+}
+
 // The price of a token, the same for all units of a request.
 struct TokenPrice {
   TokenPrice() = default;
-  explicit TokenPrice(double ns) : ns(ns), per_ns(ns > 0.0 ? 1.0 / ns : 0.0) {}
+  explicit TokenPrice(double exact) : ns(whole_ticks(exact)), per_ns(ns > 0.0 ? 1.0 / ns : 0.0) {}
 
   double ns;      // ns of a token
   double per_ns;  // tokens in a ns; 0 if they cost nothing
@@ -31,8 +41,8 @@ struct CostModel {
         tiles_per_row(1.0 / rows_per_tile),
         rounding(0.5 *
                  (1.0 - static_cast<double>(greatest_common_divisor(heads.group(), schedule.tile_q)) / heads.group())),
-        ns_per_unit(schedule.ns_per_unit),
-        least_ns_of_unit(schedule.least_ns_of_unit),
+        ns_per_unit(whole_ticks(schedule.ns_per_unit)),
+        least_ns_of_unit(whole_ticks(schedule.least_ns_of_unit)),
         many_rows(schedule.ns_per_token + piece_of_token(schedule)),
         few_rows(product(schedule.few_rows_cost, schedule.ns_per_token) + piece_of_token(schedule)) {}
 

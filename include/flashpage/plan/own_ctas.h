@@ -6,14 +6,16 @@
 #include <vector>
 
 #include "flashpage/plan/cost.h"
+#include "flashpage/plan/filling.h"
 #include "flashpage/plan/lanes.h"
 
 namespace flashpage::plan {
 
-FP_HOST_DEVICE bool may_have_own_ctas(const Schedule& schedule) {
-  if (!schedule.balanced()) return false;
+// `units`: of the batch, over all KV heads.
+inline bool may_have_own_ctas(const Schedule& schedule, i64 units) {
+  if (!schedule.balanced() || units == 0) return false;
   for (const i32 count : schedule.clusters) {
-    if (count > 0) return true;
+    if (units <= count) return true;
   }
   return false;
 }
@@ -26,6 +28,13 @@ class OwnCtas {
     std::vector<Segment> segments;
   };
 
+  // A size of groups, and the time of its launch.
+  struct Groups {
+    i32 size;  // CTAs; 0: no size is fast enough
+    double ns;
+  };
+
+  // To be made only if may_have_own_ctas.
   OwnCtas(const CostModel& model, const Schedule& schedule, const Request* requests, i32 batch, i32 num_kv_heads)
       : model_(model),
         schedule_(schedule),
@@ -33,21 +42,73 @@ class OwnCtas {
         least_steps_(max_of(1, ceil_div(schedule.cluster_piece_tokens, max_of(schedule.tile_kv, 1)))),
         requests_(requests),
         batch_(batch),
-        num_kv_heads_(num_kv_heads) {}
+        num_kv_heads_(num_kv_heads) {
+    read_units();
+  }
 
-  // The assignment with the group size that takes least, if the launch takes less than `ns`. `tiles`: row tiles of all
-  // requests.
-  std::optional<Assignment> better_than(double ns, i64 tiles, Memory& memory) const {
-    i32 best = 0;
+  // The size that takes least, if its launch takes less than `ns`.
+  Groups better_than(double ns) const {
+    Groups best{0, ns};
     for (i32 i = 0; i < num_group_sizes; ++i) {
-      if (tiles == 0 || tiles * num_kv_heads_ > schedule_.clusters[i]) continue;
+      if (!fits(i) || least_cost(1 << i) >= best.ns) continue;
       const double mine = cost(1 << i);
-      if (mine >= ns) continue;
-      ns = mine;
-      best = 1 << i;
+      if (mine < best.ns) best = {1 << i, mine};
     }
-    if (best == 0) return {};
-    return assign(best, ns, tiles, memory);
+    return best;
+  }
+
+  // No size takes less.
+  double least_cost() const {
+    double least = 1e300;
+    for (i32 i = 0; i < num_group_sizes; ++i) {
+      if (fits(i)) least = min_of(least, least_cost(1 << i));
+    }
+    return least;
+  }
+
+  // No plan with cuts or whole units, in which CTAs take `mean` ns on average, takes less: the CTA that begins the
+  // longest unit takes a piece of it, or all of it.
+  double least_of_others(const CutRules& rules, double mean) const {
+    const i32 tokens = model_.visible(requests_[longest_.request], longest_.tile).size();
+    const double ns = model_.price(requests_[longest_.request]).ns;
+    const double begun = model_.ns_per_unit + ns * min_of(rules.min_piece, tokens);
+    constexpr double rounding = 1.0 - 1e-9;
+    const double whole = model_.ns_per_unit + ns * tokens;
+    return rounding * min_of(max_of(mean, begun) + schedule_.ns_per_merge, max_of(mean, whole));
+  }
+
+  // A lane for each CTA of a group, whether it has a piece or not, and one lane for the CTAs that belong to no group.
+  Assignment assign(const Groups& groups, Memory& memory) const {
+    const i32 size = groups.size;
+    const size_t most_lanes = tiles_ * size + 1;
+    if (memory.lanes.size() < most_lanes) {
+      memory.lanes.resize(most_lanes);
+      memory.segments.resize(most_lanes);
+    }
+    i32 first_cta = 0, count = 0;
+    double head_ns = 0.0;
+    each_unit([&](const Request& request, i32 index, i32 tile) {
+      const Pieces pieces = pieces_of(request, tile, size);
+      Cut at{index, 0, tile, -1};
+      for (i32 piece = 0; piece < size; ++piece, ++count) {
+        Cut end = at;
+        if (piece + 1 < pieces.count()) end = {index, 0, tile, pieces.end(piece)};
+        if (piece + 1 == pieces.count()) end = next_unit(at, request.tiles, 1);
+        memory.lanes[count] = {first_cta + piece, num_kv_heads_, size, 1, count, 1, 1.0, 0.0};
+        memory.segments[count] = {at, end};
+        at = end;
+      }
+      first_cta += num_kv_heads_ * size;
+      head_ns += pieces.count() == 1 ? model_.unit_ns(request, tile)
+                                     : model_.ns_per_unit + model_.price(request).ns * pieces.range.size();
+      head_ns += (pieces.count() - 1) * static_cast<double>(schedule_.ns_per_piece);
+    });
+    memory.lanes[count] = {first_cta, schedule_.num_ctas - first_cta, 1, 1, count, 1, 1.0, 0.0};
+    memory.segments[count++] = {};
+    const Lanes lanes{
+        .count = count, .num_small = 0, .ctas = num_kv_heads_, .waves = 1, .fewest_heads = 1, .weight = 1.0};
+    const Division division{requests_, batch_, {1, 1}, tiles_, memory.lanes.data(), lanes};
+    return {division, memory.segments.data(), size, groups.ns, head_ns * num_kv_heads_};
   }
 
  private:
@@ -87,54 +148,63 @@ class OwnCtas {
     return {range, step, first_step, steps, log_count};
   }
 
-  // A lane for each CTA of a group, whether it has a piece or not, and one lane for the CTAs that belong to no group.
-  Assignment assign(i32 size, double most_ns, i64 tiles, Memory& memory) const {
-    const size_t most_lanes = tiles * size + 1;
-    if (memory.lanes.size() < most_lanes) {
-      memory.lanes.resize(most_lanes);
-      memory.segments.resize(most_lanes);
-    }
-    i32 first_cta = 0, count = 0;
-    double head_ns = 0.0;
+  static i32 longest_piece(const Pieces& pieces) {  // tokens
+    i32 longest = 0;
+    for (i32 p = 0; p < pieces.count(); ++p) longest = max_of(longest, pieces.end(p) - pieces.begin(p));
+    return longest;
+  }
+
+  bool fits(i32 i) const { return tiles_ * num_kv_heads_ <= schedule_.clusters[i]; }
+
+  // Adds the tokens of all units and finds the longest one.
+  void read_units() {
+    double longest = -1.0, ns = 0.0;
+    const Request* last = nullptr;  // neighbours often have the same lengths
     each_unit([&](const Request& request, i32 index, i32 tile) {
-      const Pieces pieces = pieces_of(request, tile, size);
-      Cut at{index, 0, tile, -1};
-      for (i32 piece = 0; piece < size; ++piece, ++count) {
-        Cut end = at;
-        if (piece + 1 < pieces.count()) end = {index, 0, tile, pieces.end(piece)};
-        if (piece + 1 == pieces.count()) end = next_unit(at, request.tiles, 1);
-        memory.lanes[count] = {first_cta + piece, num_kv_heads_, size, 1, count, 1, 1.0, 0.0};
-        memory.segments[count] = {at, end};
-        at = end;
+      const bool is_known = last != nullptr && request.tiles == 1 && request.costs_like(*last);
+      if (!is_known) ns = model_.price(request).ns * model_.visible(request, tile).size();
+      last = &request;
+      all_ns_ += ns;
+      ++tiles_;
+      if (ns > longest) {
+        longest = ns;
+        longest_ = {index, 0, tile, -1};
       }
-      first_cta += num_kv_heads_ * size;
-      head_ns += pieces.count() == 1 ? model_.unit_ns(request, tile)
-                                     : model_.ns_per_unit + model_.price(request).ns * pieces.range.size();
-      head_ns += (pieces.count() - 1) * static_cast<double>(schedule_.ns_per_piece);
     });
-    memory.lanes[count] = {first_cta, schedule_.num_ctas - first_cta, 1, 1, count, 1, 1.0, 0.0};
-    memory.segments[count++] = {};
-    const Lanes lanes{
-        .count = count, .num_small = 0, .ctas = num_kv_heads_, .waves = 1, .fewest_heads = 1, .weight = 1.0};
-    const Division division{requests_, batch_, {1, 1}, tiles, memory.lanes.data(), lanes};
-    return {division, memory.segments.data(), size, most_ns, head_ns * num_kv_heads_};
   }
 
   // The time of the launch. All CTAs read at the same time: at the speed of memory, or at that of the CTA with the
   // longest piece.
-  double cost(i32 size) const {
-    double longest = 0.0, all = 0.0;
-    bool has_cuts = false;
-    each_unit([&](const Request& request, i32, i32 tile) {
-      const Pieces pieces = pieces_of(request, tile, size);
-      const double ns = model_.price(request).ns;
-      all += ns * pieces.range.size();
-      has_cuts |= pieces.log_count > 0;
-      for (i32 p = 0; p < pieces.count(); ++p) longest = max_of(longest, ns * (pieces.end(p) - pieces.begin(p)));
-    });
-    const double by_memory = all * num_kv_heads_ / schedule_.num_ctas, by_cta = schedule_.full_speed_share * longest;
+  double cost(double longest, bool has_cuts) const {
+    const double by_memory = all_ns_ * num_kv_heads_ / schedule_.num_ctas,
+                 by_cta = schedule_.full_speed_share * longest;
     const double merge_ns = has_cuts ? schedule_.ns_per_cluster_merge : 0.0;
     return schedule_.ns_per_cluster_unit + max_of(by_memory, by_cta) + merge_ns;
+  }
+
+  double least_cost(i32 size) const {
+    const Request& request = requests_[longest_.request];
+    const Pieces pieces = pieces_of(request, longest_.tile, size);
+    return cost(model_.price(request).ns * longest_piece(pieces), pieces.log_count > 0);
+  }
+
+  double cost(i32 size) const {
+    double longest = 0.0;
+    bool has_cuts = false;
+    const Request* last = nullptr;  // neighbours often have the same lengths
+    for (i32 i = 0; i < batch_; ++i) {
+      const Request& request = requests_[i];
+      if (last != nullptr && request.costs_like(*last)) continue;
+      last = &request;
+      const double ns = model_.price(request).ns;
+      for (i32 tile = 0; tile < request.tiles; ++tile) {
+        const Pieces pieces = pieces_of(request, tile, size);
+        has_cuts |= pieces.log_count > 0;
+        const i32 most = ceil_div(pieces.steps, pieces.count()) * pieces.step;
+        if (ns * most > longest) longest = max_of(longest, ns * longest_piece(pieces));
+      }
+    }
+    return cost(longest, has_cuts);
   }
 
   const CostModel& model_;
@@ -144,6 +214,9 @@ class OwnCtas {
   const Request* requests_;
   i32 batch_;
   i32 num_kv_heads_;
+  i64 tiles_ = 0;        // row tiles of all requests
+  double all_ns_ = 0.0;  // tokens of all units
+  Cut longest_;          // the start of the longest unit
 };
 
 }  // namespace flashpage::plan

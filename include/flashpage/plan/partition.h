@@ -2,37 +2,10 @@
 // unit.
 #pragma once
 #include "flashpage/plan/cost.h"
+#include "flashpage/plan/filling.h"
 #include "flashpage/plan/lanes.h"
 
 namespace flashpage::plan {
-
-// The segments of the last wave.
-struct Partition {
-  Cut* ends;  // [lanes]: a lane begins where the previous one ends
-  Cut begin{};
-  double mean = 0.0;  // load of a CTA if all loads were equal, ns
-  double max = 0.0;   // load of the costliest CTA, ns
-  i32 inside = 0;     // number of cuts inside a unit
-
-  FP_HOST_DEVICE Segment segment(i32 lane) const { return {lane == 0 ? begin : ends[lane - 1], ends[lane]}; }
-};
-
-// Where units may be cut, and what a cut costs.
-struct CutRules {
-  CutRules() = default;
-  explicit CutRules(const Schedule& schedule)
-      : cuttable(schedule.fixed_piece_tokens >= 0),
-        step(make_fast_div(schedule.fixed() ? schedule.fixed_piece_tokens : max_of(schedule.tile_kv, 1))),
-        min_piece(schedule.fixed() ? 1 : max_of(schedule.min_piece_tokens, 1)),
-        max_pieces(make_fast_div(schedule.fixed() || schedule.max_pieces == 0 ? 1 : schedule.max_pieces + 1)),
-        ns_per_piece(schedule.fixed() ? 0.0 : schedule.ns_per_piece) {}
-
-  bool cuttable;
-  FastDiv step;        // tokens
-  i32 min_piece;       // tokens
-  FastDiv max_pieces;  // the maximum plus one; 1: no limit
-  double ns_per_piece;
-};
 
 // Where the last wave begins, and the loads of the waves before it.
 struct Start {
@@ -126,8 +99,9 @@ class Partitioner {
   FP_HOST_DEVICE Partition last_wave(const Start& start, Cut* ends, Cut* other_ends) const {
     Partition best{ends, start.cut}, trial{other_ends, start.cut};
     const double loss = expected_loss();
-    double too_low = 0.0, level = product(total_, per_weight_) + loss, likely = infinite;
+    double too_low = product(total_, per_weight_), level = too_low + loss, likely = infinite;
     for (int attempt = 0; attempt < max_attempts; ++attempt) {
+      level = whole_ticks(level);
       const Fill fill = fill_all(start, level, loss, trial);
       const double max = trial.max;
       if (attempt == 0 || max < best.max) {
@@ -163,27 +137,11 @@ class Partitioner {
   static constexpr double good_enough = 0.01;  // above the mean, or above a level that is too low
   static constexpr double promised = 0.03;     // above the mean
   static constexpr double small_gain_share = 0.05, small_gain_in_pieces = 0.35;
-  static constexpr double tolerance = 0.005;  // fraction of a load that is not worth a cut
   static constexpr double infinite = 1e300;
 
   FP_HOST_DEVICE double small_gain(double level) const {
     return min_of(small_gain_share * level, small_gain_in_pieces * rules_.ns_per_piece);
   }
-
-  // A lane that is being filled. Costs are positions on the axis, without the extra cost of starting inside a unit.
-  struct Filling {
-    Cut begin;
-    double at = 0.0;  // ns of starting inside a unit
-    double overhead;  // ns that fit after `at`
-    double room;      // what fits beyond `at`
-    double weight;    // Lane::weight
-    bool may_stay_empty;
-  };
-
-  struct Fill {
-    double excess;      // ns that did not fit at the level (negative: ns that would have fit in addition); on the axis
-    double next_level;  // below it, no lane would take more
-  };
 
   struct Choice {
     Cut cut;
@@ -198,11 +156,20 @@ class Partitioner {
   };
 
   // The expected loss of a lane that ends anywhere in a unit of mean cost: the distance to the edge before it, or a
-  // piece and half a step if that is less.
+  // piece and half a step if that is less. Where each request is one unit, and units and lanes are long, a lane also
+  // ends at an edge if its piece would be too short, and a shortest piece before an edge if the next one would be.
   FP_HOST_DEVICE double expected_loss() const {
     const double unit = units_on_axis_ > 0 ? total_ / static_cast<double>(units_on_axis_) : 0.0;
     const double of_cut = rules_.ns_per_piece + product(0.5 * rules_.step.divisor, model_.many_rows.ns);
-    return !rules_.cuttable || of_cut >= unit ? 0.5 * unit : of_cut - 0.5 * of_cut * of_cut / unit;
+    if (!rules_.cuttable || of_cut >= unit) return 0.5 * unit;
+    const double loss = of_cut - 0.5 * of_cut * of_cut / unit;
+    const double piece = product(rules_.min_piece, model_.many_rows.ns), begun = model_.ns_per_unit + piece;
+    const double shortest = begun + piece;  // of a unit that may be cut
+    const bool are_requests = units_on_axis_ == requests_[batch_].number;
+    const bool are_long = unit >= 2.0 * shortest && product(total_, per_weight_) >= 1.25 * shortest;
+    if (!are_requests || !are_long || begun <= of_cut) return loss;
+    const double beyond = begun - of_cut;
+    return loss + 0.5 * (product(beyond, beyond) + product(piece, piece)) / unit;
   }
 
   // Fills the lanes one by one. The level rises for the remaining lanes if what is left, with their expected losses,
@@ -217,13 +184,17 @@ class Partitioner {
     double done_by_rest = start.at;  // ns of earlier waves, of this lane and all later ones
     Place place;
     Fill fill{0.0, infinite};
-    for (i32 l = 0; l < num_lanes; ++l) {
+    i32 one_by_one = num_lanes;  // lanes; OneTileLanes fills the others
+    if constexpr (Searcher::fills_lanes) {
+      if (searcher_.lanes != nullptr && start.loads == nullptr) one_by_one = lanes_.num_small;
+    }
+    for (i32 l = 0; l < one_by_one; ++l) {
       const Lane& mine = lane_[l];
       const double left = total_ - lane.at, done = start.loads != nullptr ? start.loads[l] : 0.0;
       lane.overhead = lane.begin.inside() ? rules_.ns_per_piece : 0.0;
       const double expected = left + done_by_rest + lane.overhead + product(loss, num_lanes - 1 - l);
       const double needed = product(expected, mine.per_weight_left);
-      const double raised = max_of(level, needed);
+      const double raised = needed > level ? whole_ticks(needed) : level;
       lane.room = product(raised - done, mine.weight) - lane.overhead;
       lane.weight = mine.weight;
       lane.may_stay_empty = mine.heads > lanes_.fewest_heads || done > 0.0;
@@ -241,6 +212,11 @@ class Partitioner {
       lane.begin = choice.cut;
       lane.at += choice.cost;
       done_by_rest -= done;
+    }
+    if constexpr (Searcher::fills_lanes) {
+      if (one_by_one < num_lanes) {
+        searcher_.lanes->fill(one_by_one, num_lanes, lane_, level, loss, lane, fill, partition);
+      }
     }
     partition.mean = product(total_ + product(partition.inside, rules_.ns_per_piece), per_weight_);
     return fill;
@@ -299,7 +275,7 @@ class Partitioner {
     const double step = product(rules_.step.divisor, price.ns);
     next_cost = after.cost;
     if (has_before) {
-      const double worth = before.cost + max_of(rules_.ns_per_piece, product(tolerance, lane.room));
+      const double worth = before.cost + max_of(rules_.ns_per_piece, whole_ticks(product(rules_.tolerance, lane.room)));
       if (!inside.cut.inside()) return before;
       next_cost = min_of(next_cost, max_of(inside.cost, worth) + step);
       return inside.cost > worth && inside.cost <= lane.room ? inside : before;
@@ -342,7 +318,12 @@ class Partitioner {
     const double goal = max_of(lane.room, floor);
     const double wanted = (goal - token_0) * price.per_ns;
     i32 token = down_to_step(static_cast<i32>(min_of<double>(max_of(wanted, 0.0), last)));
-    if (token < first) {
+    if (price.ns > 0.0) {  // `wanted` is rounded, which the last step must not depend on
+      const i32 step = rules_.step.divisor;
+      if (token > 0 && token_0 + product(token, price.ns) > goal) token -= step;
+      if (token <= last - step && token_0 + product(token + step, price.ns) <= goal) token += step;
+    }
+    if (token < first || (token == first && goal > lane.room)) {
       // Only shortest pieces fit: make them equal, so that the last one is not nearly twice as long.
       token = down_to_step(piece_begin + left / (left / shortest) + rules_.step.divisor / 2);
     }

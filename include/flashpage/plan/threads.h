@@ -22,6 +22,7 @@ FP_HOST_DEVICE void by_warps(i32 thread, i32 count, Body&& body) {
 template <class Vote>
 struct WarpSearcher {
   using Costs = TileCosts;
+  static constexpr bool fills_lanes = false;
 
   Vote vote;
 

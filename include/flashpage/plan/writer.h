@@ -140,7 +140,7 @@ class Writer {
   FP_HOST_DEVICE i64 num_partial_rows() const { return all_.partial_rows * places_; }
   FP_HOST_DEVICE i64 used_bytes() const { return merges_offset() + all_.merges * places_ * merge_bytes; }
 
- private:
+ protected:
   // `heads`, here and below: KV heads of a CTA of the lane.
   template <Items items>
   FP_HOT void take(const Segment& segment, i32 heads, i32 first, i32 step, Totals& to) const {
