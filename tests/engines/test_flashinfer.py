@@ -2,7 +2,7 @@
 everything else is what a process without flashpage.compat has.
 
 Needs the folders that `python tests/support/get_flashinfer.py` makes below build/engines; `make test-engines` calls it.
-What vLLM and SGLang import is read from their files, where get_vllm.py and get_sglang.py have brought them.
+Files of vLLM and SGLang say what engines import, where get_vllm.py and get_sglang.py have brought them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import get_flashinfer
@@ -45,7 +44,7 @@ from flashinfer.sampling import min_p_sampling_from_probs, top_k_top_p_sampling_
 from flashinfer.utils import FP4Tensor
 import flashinfer.mamba, flashinfer.quantization
 """
-# What differs in parameters, by the version. No engine passes this one by position.
+# Parameters in other places, by the version. No engine passes this one by position.
 PLACES = {"0.6": {"fast_decode_plan(global_override_indptr_cpu) at 20"}, "0.7": set[str]()}
 
 SERVED = {name for submodule in SUBMODULES for name in PACKAGE.served(submodule)}
@@ -62,14 +61,15 @@ def imported_names(text: str) -> Iterator[tuple[str, str]]:
         elif isinstance(node, ast.Import):
             found = [(each.name, "") for each in node.names]
         elif isinstance(node, ast.Call):
-            strings = [each.value for each in node.args[:2] if isinstance(each, ast.Constant)]
-            found = [(module, name) for module, name in [strings] if isinstance(module, str)] if len(strings) > 1 else []
+            strings = [each.value if isinstance(each, ast.Constant) else None for each in node.args[:2]]
+            is_pair = len(strings) == 2 and all(isinstance(each, str) for each in strings)
+            found = [(str(strings[0]), str(strings[1]))] if is_pair else []
         elif isinstance(node, ast.Attribute):
             text = chain(node)
             found = [("flashinfer", text.partition(".")[2])] if text.startswith("flashinfer.") else []
         else:
             continue
-        yield from ((module, str(name)) for module, name in found if module.partition(".")[0] == "flashinfer")
+        yield from ((module, name) for module, name in found if module.partition(".")[0] == "flashinfer")
 
 
 def chain(node: ast.expr) -> str:
@@ -89,8 +89,7 @@ def asked_names() -> list[tuple[str, str]]:
             text = path.read_text(errors="replace")
             if "flashinfer" in text:
                 names |= set(imported_names(text))
-    return sorted((module, name) for module, name in names if name.isascii() and name.replace(".", "_").isidentifier()
-                  or not name)  # fmt: skip
+    return sorted((module, name) for module, name in names if not name or name.replace(".", "_").isidentifier())
 
 
 @pytest.fixture(scope="module", params=get_flashinfer.VERSIONS)
@@ -103,7 +102,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def processes(version: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a process with flashpage.compat has, and then one without."""
+    """Descriptions by a process with flashpage.compat, and then by one without."""
     folder = tmp_path_factory.mktemp("flashinfer")
     tree = get_flashinfer.ENGINES / f"flashinfer-python-{version}"
     paths = tree, get_flashinfer.PACKAGES, ROOT, SUPPORT, SUPPORT / "flashinfer_tree"
@@ -121,7 +120,7 @@ def processes(version: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[d
 
 
 def test_every_other_name_is_flashinfers(processes: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Of all modules that can be imported without a card. The rest fails in the same way."""
+    """In all modules that can be imported without a card. Importing others fails in the same way."""
     ours, theirs = (each["modules"] for each in processes)
     assert list(ours) == list(theirs) and len(theirs) > 150
     changed = 0

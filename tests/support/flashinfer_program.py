@@ -1,4 +1,4 @@
-"""What a process has of an installed FlashInfer, with flashpage.compat or without: `python flashinfer_program.py JOB`.
+"""Describes an installed FlashInfer to a test, with flashpage.compat or without: `python flashinfer_program.py JOB`.
 
 The job is a JSON file: whether to install, modules with names that engines import, and the files to write.
 """
@@ -24,8 +24,8 @@ from flashpage import compat
 from flashpage.base.errors import FlashpageError
 from flashpage.engines.flashinfer.facade import PACKAGE, SUBMODULES
 
-# Of these a process that unpickles finds the same objects; the first two are flashpage's with compat.
-PICKLED = ("BatchDecodeWithPagedKVCacheWrapper", "merge_state", "SfLayout", "rmsnorm", "top_k_top_p_sampling_from_probs")
+# Objects that one process pickles and another reads; the first two are flashpage's with compat.
+PICKLED = ("BatchDecodeWithPagedKVCacheWrapper", "merge_state", "SfLayout", "rmsnorm", "top_p_sampling_from_probs")
 
 
 def described(value: Any) -> list[Any]:
@@ -124,23 +124,22 @@ def differing_parameters() -> Iterator[str]:
 
 def _differing(name: str, theirs: Any, ours: Any) -> Iterator[str]:
     given, own = ([*inspect.signature(inspect.unwrap(each)).parameters.values()] for each in (theirs, ours))
-    kinds = {parameter.kind for parameter in own}
-    names = [parameter.name for parameter in own]
-    for place, parameter in enumerate(given):
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+    any_number = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    kinds, names = {each.kind for each in own}, [each.name for each in own]
+    for place, each in enumerate(given):
+        if each.kind in any_number:
             continue
-        if parameter.name not in names:
-            if parameter.VAR_KEYWORD not in kinds:
-                yield f"{name}({parameter.name})"
-        elif parameter.kind == parameter.POSITIONAL_OR_KEYWORD and parameter.VAR_POSITIONAL not in kinds:
-            if names.index(parameter.name) != place or own[place].kind != parameter.kind:
-                yield f"{name}({parameter.name}) at {place}"
-    there = {parameter.name for parameter in given}
-    for parameter in own:
-        is_needed = parameter.default is parameter.empty
-        if is_needed and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            if parameter.name not in there:
-                yield f"{name} needs {parameter.name}"
+        if each.name not in names:
+            if each.VAR_KEYWORD not in kinds:
+                yield f"{name}({each.name})"
+            continue
+        is_elsewhere = names.index(each.name) != place or own[place].kind != each.kind
+        if is_elsewhere and each.kind == each.POSITIONAL_OR_KEYWORD and each.VAR_POSITIONAL not in kinds:
+            yield f"{name}({each.name}) at {place}"
+    there = {each.name for each in given}
+    for each in own:
+        if each.default is each.empty and each.kind not in any_number and each.name not in there:
+            yield f"{name} needs {each.name}"
 
 
 def main(job: dict[str, Any]) -> None:
