@@ -38,8 +38,9 @@ test-fast: venv
 	@$(PY) -m pytest -q tests --fast --numprocesses=auto --dist=worksteal $(ARGS)
 
 test-engines: venv
-	@$(PY) tests/support/get_vllm.py && $(PY) tests/support/get_sglang.py
-	@$(PY) -m pytest -q tests/engines/test_vllm_engine.py tests/engines/test_sglang_engine.py --engines --rare $(ARGS)
+	@$(PY) tests/support/get_vllm.py && $(PY) tests/support/get_sglang.py && $(PY) tests/support/get_flashinfer.py
+	@$(PY) -m pytest -q tests/engines/test_vllm_engine.py tests/engines/test_sglang_engine.py \
+	  tests/engines/test_flashinfer.py --engines --rare $(ARGS)
 
 fuzz: venv
 	@FUZZ_MINUTES=$(or $(MINUTES),6) FUZZ_SEED=$(or $(SEED),$(shell date +%s)) \

@@ -108,7 +108,7 @@ ALTERNATING = {
 }
 
 # Their processes take minutes of CPU time, which `make test` does not have: CI calls `make test-engines` next to it.
-ENGINES = {"engines/test_sglang_engine", "engines/test_vllm_engine"}
+ENGINES = {"engines/test_flashinfer", "engines/test_sglang_engine", "engines/test_vllm_engine"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

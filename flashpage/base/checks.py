@@ -20,6 +20,7 @@ BACKENDS = ("auto", "fa2", "fa3")  # FlashInfer's names for what one kernel choi
 DEFAULT_ROPE_SCALE, DEFAULT_ROPE_THETA = 1.0, 1e4
 
 _VARIANT_HINT = "pass plan(..., variant=flashpage.Variant(...)), whose one source runs on the CPU and on the card"
+_OTHER_BLOCKS = "it belongs to FlashInfer's kernels cake and vsa: leave it None"
 _NO_SCALES = "rows of q's type have no scales, and those of kv_row_format hold theirs: leave it None"
 _REASONS = {
     "use_fp16_qk_reduction": "scores are accumulated in fp32: leave it False",
@@ -34,6 +35,15 @@ _REASONS = {
     "custom_mask_d": "a decode's row sees all of its tokens: use BatchPrefillWithPagedKVCacheWrapper for masked rows",
     "packed_custom_mask_d": "a decode's row sees all of its tokens: use BatchPrefillWithPagedKVCacheWrapper",
     "block_mask": "it belongs to the Blackwell kernels: use VariableBlockSparseAttentionWrapper for masks of heads",
+    "kv_block_lens": _OTHER_BLOCKS,
+    "q2k_indices": _OTHER_BLOCKS,
+    "q2k_num": _OTHER_BLOCKS,
+    "kv_splits": _OTHER_BLOCKS,
+    "use_clc": _OTHER_BLOCKS,
+    "q_scale": "scales of fp8 tensors are scale_q, scale_k and scale_v of run: leave it None",
+    "k_scale": "scales of fp8 tensors are scale_q, scale_k and scale_v of run: leave it None",
+    "v_scale": "scales of fp8 tensors are scale_q, scale_k and scale_v of run: leave it None",
+    "variant_owns_mask": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
     "o_scale": "outputs are 16 or 32 bits wide and need no scale: leave it None",
     "window_right": "decode rows see no later tokens: leave it 0",
     "lse_layout": "LSE is [rows, heads]: pass 'NH', and transpose where another layout is needed",

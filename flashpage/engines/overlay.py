@@ -1,7 +1,8 @@
 """Packages of others whose attention flashpage serves under their own module names.
 
-An installed package is imported as it is, and only the names of attention in it are replaced, each once its module was
-executed. Without one, a facade of flashpage's names stands in its place.
+An installed package is imported as it is, and then the names of attention in its modules are replaced. Its own modules
+keep what they have imported from each other, such as the base of a class. Without an installed package, a facade of
+flashpage's names stands in its place.
 """
 
 from __future__ import annotations
@@ -38,10 +39,31 @@ class Package:
 
 
 class Overlay(importlib.abc.MetaPathFinder):
-    """Finds a package's modules where other finders do, and replaces names once they were executed."""
+    """Finds a package's modules where other finders do, and replaces names once the package was executed."""
 
     def __init__(self, package: Package) -> None:
         self.package = package
+        self.is_importing = False  # the package itself is being executed
+
+    def replace(self, modules: dict[str, types.ModuleType]) -> None:
+        """Replaces the names of executed modules, also where the modules have them from each other."""
+        replaced: dict[int, tuple[Any, Any]] = {}  # by identity: what was there, kept alive, and flashpage's
+        for submodule, module in modules.items():
+            for name, value in self.package.served(submodule).items():
+                there = vars(module).get(name)
+                if there is not None:
+                    replaced[id(there)] = there, value
+                setattr(module, name, value)
+        for submodule, module in modules.items():
+            if submodule not in self.package.kept:
+                found = {name: replaced[id(value)][1] for name, value in vars(module).items() if id(value) in replaced}
+                vars(module).update(found)
+
+    def executed(self) -> dict[str, types.ModuleType]:
+        """The submodules with names of attention that were imported."""
+        name = self.package.name
+        found = {submodule: sys.modules.get(f"{name}.{submodule}") for submodule in self.package.modules if submodule}
+        return {submodule: module for submodule, module in found.items() if module is not None}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -51,18 +73,20 @@ class Overlay(importlib.abc.MetaPathFinder):
             return None
         spec = _found_by_others(self.package, name, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.package, submodule)
+            spec.loader = _Loader(spec.loader, self, submodule)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
     """A module's loader, after which names of attention are flashpage's."""
 
-    def __init__(self, loader: Any, package: Package, submodule: str) -> None:
-        self._loader, self._package, self._submodule = loader, package, submodule
+    def __init__(self, loader: Any, overlay: Overlay, submodule: str) -> None:
+        self._loader, self._overlay, self._submodule = loader, overlay, submodule
 
     def __getattr__(self, name: str) -> Any:
         """Everything else that importlib and its users ask a loader: the source, resources."""
+        if name.startswith("_"):  # a copy asks before it has a loader
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
@@ -70,12 +94,20 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        self._loader.exec_module(module)
+        overlay = self._overlay
         if self._submodule:
-            vars(module).update(self._package.served(self._submodule))
+            self._loader.exec_module(module)
+            if not overlay.is_importing:
+                overlay.replace({self._submodule: module})
             return
-        for submodule in self._package.modules:
-            served = self._package.served(submodule)
+        overlay.is_importing = True
+        try:
+            self._loader.exec_module(module)
+        finally:
+            overlay.is_importing = False
+        overlay.replace(overlay.executed())
+        for submodule in overlay.package.modules:
+            served = overlay.package.served(submodule)
             vars(module).update({name: value for name, value in served.items() if hasattr(module, name)})
 
 

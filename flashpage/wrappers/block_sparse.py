@@ -86,6 +86,14 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         o_data_type: Any = None,
         non_blocking: bool = True,
         block_mask: torch.Tensor | None = None,
+        kv_block_lens: torch.Tensor | None = None,
+        q2k_indices: torch.Tensor | None = None,
+        q2k_num: torch.Tensor | None = None,
+        kv_splits: int | str | None = None,
+        use_clc: bool | None = None,
+        q_scale: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         """Plans a matrix. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
 
@@ -100,10 +108,19 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             causal: right-aligned over the visible blocks of a row block, joined.
             o_data_type: the output's type; None: q's, or bfloat16 if that is fp8 (FlashInfer: "float16", whatever q's).
 
-        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+        Those after `non_blocking` belong to other kernels and are refused. The other arguments are those of
+        BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         self._attention.session.invalidate()
-        checks.refuse_given(block_mask=block_mask)
+        checks.refuse_given(
+            block_mask=block_mask,
+            kv_block_lens=kv_block_lens,
+            q2k_indices=q2k_indices,
+            q2k_num=q2k_num,
+            kv_splits=kv_splits,
+            use_clc=use_clc,
+        )
+        checks.refuse_all(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         M, N = checks.whole("M", M, 0), checks.whole("N", N, 0)
         R, C = checks.whole("R", R, 1), checks.whole("C", C, 1)
         rows = batch_of(indptr, "indptr")

@@ -18,11 +18,12 @@ from ..run.profiler_buffer import run_profiled
 from .base import Attention
 from .lse_mode import BASE_2
 from .plan_arguments import Checked, PrefillArguments
+from .prewarm import Prewarmed
 
 _WORKSPACE_BYTES = 128 << 20
 
 
-class BatchAttention(Unique):
+class BatchAttention(Prewarmed, Unique):
     """Attention of a batch whose requests have any number of rows.
 
     If it is faster, requests of few rows and requests of many are planned for different kernels, which run at the same

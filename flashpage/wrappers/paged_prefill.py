@@ -62,11 +62,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
         *,
         max_batch: int | None = None,
         max_pages: int | None = None,
         max_rows: int | None = None,
     ) -> None:
+        checks.refuse_given(variant_owns_mask=variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
         self._take_graph_buffers(
             Capacity.of(use_cuda_graph, max_batch=max_batch, max_pages=max_pages, max_rows=max_rows),

@@ -36,7 +36,7 @@ SIGNATURES: dict[str, str] = {
     "BatchPrefillWithPagedKVCacheWrapper.__init__": (
         "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False qo_indptr_buf=None paged_kv_indptr_buf=None "
         "paged_kv_indices_buf=None paged_kv_last_page_len_buf=None custom_mask_buf=None mask_indptr_buf=None "
-        "backend='auto' jit_args=None jit_kwargs=None"
+        "backend='auto' jit_args=None jit_kwargs=None variant_owns_mask=False"
     ),
     "BatchPrefillWithPagedKVCacheWrapper.plan": (
         "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk "
@@ -49,7 +49,8 @@ SIGNATURES: dict[str, str] = {
     ),
     "BatchPrefillWithRaggedKVCacheWrapper.__init__": (
         "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False qo_indptr_buf=None kv_indptr_buf=None "
-        "custom_mask_buf=None mask_indptr_buf=None backend='auto' jit_args=None jit_kwargs=None"
+        "custom_mask_buf=None mask_indptr_buf=None backend='auto' jit_args=None jit_kwargs=None "
+        "variant_owns_mask=False"
     ),
     "BatchPrefillWithRaggedKVCacheWrapper.plan": (
         "qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim_qk head_dim_vo=None custom_mask=None "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
+import pickle
 import subprocess
 import sys
 import types
@@ -128,6 +130,7 @@ def test_importing_compat_does_nothing() -> None:
 
 INSTALLED = {  # a FlashInfer of a few lines: attention, other names in the same modules, and other modules
     "__init__": """
+from .attention import BatchAttention, RangesWrapper
 from .decode import BatchDecodeWithPagedKVCacheWrapper, theirs_alone
 from .mla import xqa_mla
 from .prefill import single_prefill_with_kv_cache
@@ -145,6 +148,13 @@ def theirs_alone(): return round_up(5, 4)
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 def single_prefill_with_kv_cache(): return "theirs"
 def helper(): return BatchDecodeWithPagedKVCacheWrapper
+class BatchPrefillWithPagedKVCacheWrapper: is_theirs = True
+""",
+    "attention/__init__": "from ._core import BatchAttention, RangesWrapper",
+    "attention/_core": """
+from ..prefill import BatchPrefillWithPagedKVCacheWrapper
+class BatchAttention: pass
+class RangesWrapper(BatchPrefillWithPagedKVCacheWrapper): pass
 """,
     "mla": "def xqa_mla(): return 'theirs'",
     "quantization": """
@@ -207,6 +217,19 @@ def test_everything_else_is_flashinfers(installed: types.ModuleType) -> None:
     spec = importlib.util.find_spec("flashinfer")
     assert spec is not None and spec.origin is not None and spec.origin.endswith("flashinfer/__init__.py")
     assert "theirs_alone" in inspect.getsource(sys.modules["flashinfer.decode"])
+
+
+def test_a_class_keeps_its_base(installed: types.ModuleType) -> None:
+    """FlashInfer's classes that flashpage lacks are built on FlashInfer's others."""
+    assert installed.BatchAttention is flashpage.BatchAttention and installed.RangesWrapper.is_theirs
+    prefill = importlib.import_module("flashinfer.prefill")
+    assert prefill.BatchPrefillWithPagedKVCacheWrapper is flashpage.BatchPrefillWithPagedKVCacheWrapper
+    assert importlib.reload(prefill).single_prefill_with_kv_cache is flashpage.single_prefill_with_kv_cache
+
+
+def test_specs_can_be_copied(installed: types.ModuleType) -> None:
+    spec = importlib.import_module("flashinfer.decode").__spec__
+    assert spec is not None and copy.deepcopy(spec).origin == spec.origin == pickle.loads(pickle.dumps(spec)).origin
 
 
 def test_uninstall_gives_flashinfer_back(installed: types.ModuleType) -> None:

@@ -72,7 +72,8 @@ SIGNATURES: dict[str, str] = {
         "indptr indices M N R C num_qo_heads num_kv_heads head_dim mask=None packed_mask=None causal=False "
         "pos_encoding_mode='NONE' use_fp16_qk_reduction=False logits_soft_cap=None sm_scale=None "
         "rope_scale=None rope_theta=None q_data_type='float16' kv_data_type=None o_data_type=None "
-        "non_blocking=True block_mask=None"
+        "non_blocking=True block_mask=None kv_block_lens=None q2k_indices=None q2k_num=None kv_splits=None "
+        "use_clc=None q_scale=None k_scale=None v_scale=None"
     ),
     "BlockSparseAttentionWrapper.forward": (
         "q k v scale_q=None scale_k=None scale_v=None pos_encoding_mode='NONE' use_fp16_qk_reduction=False "

@@ -22,7 +22,6 @@ from entry_points import ROOT, write_entry_points
 from sglang_program import NEW_TOKENS
 
 SUPPORT = ROOT / "tests" / "support"
-TREE = get_sglang.ENGINES / f"sglang-{get_sglang.TREES[0]}"
 
 # Fields that checkpoints have and transformers leaves out. On the CPU SGLang wants RoPE scaled by YaRN; a factor of 1
 # changes nothing.
@@ -62,16 +61,20 @@ TRANSCRIPT = list(range(encoder_models.BEGIN, encoder_models.BEGIN + 4))
 pytestmark = pytest.mark.slow
 
 
-def needs(*folders: Path) -> None:
-    for needed in folders:
+@pytest.fixture(scope="module", params=get_sglang.PINS)
+def paths(request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """A version's files, and the packages that it imports; versions that are missing are skipped."""
+    found = get_sglang.ENGINES / f"sglang-{request.param}", get_sglang.packages(request.param)
+    for needed in found:
         if not needed.is_dir():
             pytest.skip(f"{needed.relative_to(ROOT)} is missing: run `python tests/support/get_sglang.py`")
+    return found
 
 
-def call(arguments: list[str], folder: Path) -> str:
+def call(arguments: list[str], folder: Path, engine: tuple[Path, Path]) -> str:
     """Runs a program, and returns what it prints."""
     entries = write_entry_points(folder / "entries", "sglang.srt.plugins")
-    paths = entries, TREE, get_sglang.PACKAGES, ROOT, SUPPORT, SUPPORT / "sglang_tree"
+    paths = entries, *engine, ROOT, SUPPORT, SUPPORT / "sglang_tree"
     given = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "FLASHPAGE_PROGRESS": "off",
@@ -84,11 +87,11 @@ def call(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def answers(folder: Path, engines: list[dict[str, Any]]) -> list[Any]:
+def answers(folder: Path, engines: list[dict[str, Any]], paths: tuple[Path, Path]) -> list[Any]:
     """The answers of each engine, all in one process."""
     job, out = folder / "job.json", folder / "out.json"
     job.write_text(json.dumps({"prompts": tiny_model.prompts(), "engines": engines}))
-    call([str(SUPPORT / "sglang_program.py"), str(job), str(out)], folder)
+    call([str(SUPPORT / "sglang_program.py"), str(job), str(out)], folder, paths)
     found: list[Any] = json.loads(out.read_text())
     return found
 
@@ -101,16 +104,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name in ("gemma2", "deepseek", "gpt_oss", "exaone4", "gemma4", "bert", "whisper"):
             if (write := getattr(module, f"write_{name}", None)) is not None:
                 found[name] = write(folder / name)
+    file = found["gemma4"] / "config.json"  # SGLang reads the size of heads without a layer
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"allow_global_per_layer_attribute_access": True}))
     return found
 
 
 @pytest.fixture(scope="module")
 def found(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    models: dict[str, Path],
+    paths: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> dict[str, Any]:
     """The answers of all engines, each of which takes a second or less; to import SGLang takes ten. Engines with two
     backends start if their rare tests run."""
-    needs(TREE, get_sglang.PACKAGES)
     theirs, ours = ({"attention_backend": name} for name in ("torch_native", "flashpage"))
     # SGLang reads another name of the activation; a soft cap of logits runs in Triton, and changes no greedy token.
     changes: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "final_logit_softcapping": None}
@@ -136,7 +143,7 @@ def found(
         "deepseek": ("deepseek", ours | overriding(CHECKPOINTS_OWN)),
     }
     asked = [{"model_path": str(models[model]), **options} for model, options in engines.values()]
-    return dict(zip(engines, answers(tmp_path_factory.mktemp("sglang"), asked), strict=True))
+    return dict(zip(engines, answers(tmp_path_factory.mktemp("sglang"), asked, paths), strict=True))
 
 
 def of_two(pair: tuple[str, str]) -> dict[str, Any]:
@@ -199,7 +206,6 @@ def test_one_backend_for_prompts_and_one_for_decodes(pair: tuple[str, str], foun
 
 
 @pytest.mark.rare
-def test_the_example(tmp_path: Path) -> None:
-    needs(TREE, get_sglang.PACKAGES)
-    printed = call([str(ROOT / "examples" / "sglang_generate.py")], tmp_path)
+def test_the_example(tmp_path: Path, paths: tuple[Path, Path]) -> None:
+    printed = call([str(ROOT / "examples" / "sglang_generate.py")], tmp_path, paths)
     assert printed.count("equal to transformers': True") == 3, printed

@@ -52,7 +52,7 @@ def check() -> None:
     """Both backends in SGLang's runner, and its worker, which starts that runner."""
     import stand_in
 
-    stand_in.install("sgl_kernel", "sgl_kernel.sparse_flash_attn")
+    stand_in.install("sgl_kernel", "sgl_kernel.sparse_flash_attn", "datasets")
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.speculative import eagle_draft_extend_cuda_graph_runner as runner
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention, mla_attention
@@ -90,7 +90,7 @@ def check_worker() -> None:
     from flashpage.engines.sglang.backend import FlashpageBackend
     from flashpage.engines.sglang.latent import FlashpageLatentBackend
 
-    stand_in.install("sglang.srt.layers.attention.dsa_backend")
+    stand_in.install(*(f"sglang.srt.layers.attention.{name}_backend" for name in ("dsa", "deepseek_v4", "flashmla")))
     original = eagle.EagleDraftWorker._capture_cuda_graphs.__wrapped__
     changed = {"_is_cuda": True, "EAGLEDraftExtendCudaGraphRunner": lambda worker: "a graph"}
     changed["get_batch_sizes_to_capture"] = lambda runner: ([4], None)
@@ -112,6 +112,8 @@ def check_worker() -> None:
                 speculative_num_draft_tokens=4,
                 device="cpu",
                 gpu_id=0,
+                _specialized_graph_memory_usage={},
+                _specialized_graph_time_usage={},
             )
             with mock.patch.object(eagle, "check_cuda_graph_backend", lambda *names, answer=is_disabled: answer):
                 original(worker)

@@ -41,19 +41,39 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+def made(**given: Any) -> tuple[Any, Any]:
+    """SGLang's arguments, and a view of what it resolves them to, which newer versions leave to launchers."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(**given)
+    getattr(arguments, "resolve_once", lambda: None)()
+    vars(arguments).pop("_resolution_finished", None)  # which seals them
+    return arguments, resolved_view(arguments)
+
+
+def published(given: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """In newer versions, makes arguments those of the process, which code reads that is given none."""
+    from sglang.srt import runtime_context
+
+    override = getattr(runtime_context.get_context(), "override_server_args", None)
+    return contextlib.nullcontext() if override is None else override(**given)
+
+
 def check_answers(model: str) -> None:
     """What SGLang asks before a model is loaded, and its own lists of names."""
     from sglang.srt.configs.model_config import AttentionArch
-    from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
     from sglang.srt.utils.common import support_triton
 
+    from flashpage.engines.sglang.support import model_config_of
+
     assert not support_triton("flashpage")
     usual = {"model_path": model, "device": "cpu", "attention_backend": "flashpage"}
-    arguments = ServerArgs(**usual, enable_deterministic_inference=True)
-    assert not arguments.disable_radix_cache
+    arguments, view = made(**usual, enable_deterministic_inference=True)
+    assert not view.disable_radix_cache
     arguments.check_server_args()
-    config = arguments.get_model_config()
+    config = model_config_of(arguments)
     config.attention_arch, config.kv_lora_rank, config.qk_rope_head_dim = AttentionArch.MLA, 512, 64
     config.hf_text_config.index_topk = 8
     refused(arguments.check_server_args, "DeepSeek sparse attention")
@@ -64,7 +84,8 @@ def check_answers(model: str) -> None:
     steps = {"triton": factory._create_triton_decode_backend}
     factory.draft_model_runner = SimpleNamespace(model_config=config, page_size=1, server_args=arguments)
     names = "decode_attention_backend", steps, "{backend_type} is unknown"
-    refused(lambda: factory._create_backend(*names), "DeepSeek sparse attention")  # by our backend: it was chosen
+    with published(usual):
+        refused(lambda: factory._create_backend(*names), "DeepSeek sparse attention")  # by our backend: it was chosen
 
 
 def check_hooks(llama: str, deepseek: str) -> None:
@@ -73,15 +94,16 @@ def check_hooks(llama: str, deepseek: str) -> None:
     from sglang.srt.server_args import ServerArgs
 
     usual = {"device": "cpu", "attention_backend": "flashpage"}
-    arguments = ServerArgs(model_path=deepseek, **usual, enable_deterministic_inference=True)
-    assert arguments.attention_backend == "flashpage" and not arguments.disable_radix_cache
-    original = ServerArgs._handle_deterministic_inference.__wrapped__
-    refused(lambda: original(arguments), "deterministic inference with DeepSeek models")
+    arguments, view = made(model_path=deepseek, **usual, enable_deterministic_inference=True)
+    assert view.attention_backend == "flashpage" and not view.disable_radix_cache
+    if hasattr(ServerArgs, "_handle_deterministic_inference"):  # newer versions ask a list that has our name
+        original = ServerArgs._handle_deterministic_inference.__wrapped__
+        refused(lambda: original(arguments), "deterministic inference with DeepSeek models")
     trees = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
     drafts = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": llama}
-    arguments = ServerArgs(model_path=llama, page_size=16, **usual, **drafts, **trees)
+    arguments, view = made(model_path=llama, page_size=16, **usual, **drafts, **trees)
     arguments.check_server_args()
-    assert arguments.attention_backend == "flashpage" and arguments.page_size == 16
+    assert view.attention_backend == "flashpage" and view.page_size == 16
     refused(lambda: speculative_hook._handle_eagle_family.__wrapped__(arguments), "with page_size > 1")
     arguments.device = "cuda"  # n-gram drafts need a card
     speculative_hook._handle_ngram(arguments)
@@ -105,7 +127,8 @@ def check_kit() -> None:
     cases = [case for make in lists for case in make("flashpage")]
     assert len(cases) >= 14
     for case in cases:
-        kit.run_dense_attention_case(unittest.TestCase(), case, device="cpu")
+        with torch.no_grad():  # newer kits leave that to their program
+            kit.run_dense_attention_case(unittest.TestCase(), case, device="cpu")
 
 
 def allow_window_pools() -> None:

@@ -19,6 +19,7 @@ from ..graph_buffers import take_graph_buffers
 from ..lse_mode import BASE_2, in_base_e, is_natural
 from ..merge import merge_parts, part_of
 from ..plan_arguments import Checked, PrefillArguments
+from ..prewarm import Prewarmed
 from .fold import PagedLevel, folded
 from .window import LevelWindows
 
@@ -31,7 +32,7 @@ def _names(level: int) -> Names:
     return Names(q_indptr, kv_indptr, last_page_len, "seq_lens", indices)
 
 
-class MultiLevelCascadeAttentionWrapper(Unique):
+class MultiLevelCascadeAttentionWrapper(Prewarmed, Unique):
     """Attention of requests whose tokens lie in levels: tokens that many requests share first, each one's own last.
 
     A level is a batch over the same rows: `qo_indptr_arr[level]` says which rows share each of its page lists. All

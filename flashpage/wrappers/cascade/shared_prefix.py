@@ -16,6 +16,7 @@ from ..base import PAGED, RAGGED, Attention
 from ..merge import Part, merge_parts, part_of
 from ..plan_arguments import Arguments, DecodeArguments, PrefillArguments
 from ..planned_by_runs import PlannedByRuns
+from ..prewarm import Prewarmed
 
 _UNIQUE = Names("qo_indptr", "unique_kv_indptr", "unique_kv_last_page_len", "seq_lens", "unique_kv_indices")
 _OF_SHARED = {"k": "k_shared", "v": "v_shared"}
@@ -181,7 +182,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         return self._forward(q, k_shared, v_shared, unique_kv_cache, False, None)
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Prewarmed, _SharedPrefix):
     """Prefill or append of a batch whose requests share a prefix.
 
     Args:

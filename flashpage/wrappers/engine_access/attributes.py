@@ -15,6 +15,7 @@ from ...base import checks
 from ...base.errors import PlanError
 from ...base.unique import Unique
 from ..graph_buffers import take_graph_buffers
+from ..prewarm import Prewarmed
 from .cached_module import PlanInfo, PlanModule
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class EngineState(Unique):
         take_graph_buffers(self._attention, capacity, buffers)
 
 
-class PagedState:
+class PagedState(Prewarmed):
     """EngineState's attributes, and those of K and V in pages."""
 
     _paged_kv_indptr_buf = array_of_plan(1)

@@ -93,10 +93,8 @@ _kind(MODE, "pos_encoding_mode pos_encoding_mode_p pos_encoding_mode_d")
 _kind(DEVICE, "device")
 _kind(REFUSED, "use_fp16_qk_reduction window_right kv_cache_sf skip_softmax_threshold_scale_factor use_fp16_softmax")
 _kind(REFUSED, "uses_spcompress profiler_buffer seq_lens_q v_indptr o_indptr o_scale jit_args jit_kwargs")
-_kind(
-    REFUSED,
-    "block_mask custom_mask_d packed_custom_mask_d return_lse_p return_lse_d",
-)
+_kind(REFUSED, "block_mask custom_mask_d packed_custom_mask_d return_lse_p return_lse_d variant_owns_mask")
+_kind(REFUSED, "kv_block_lens q2k_indices q2k_num kv_splits use_clc")
 _kind(REFUSED_WORD, "lse_base lse_layout lse_mode")
 _kind(FORMAT, "kv_format")
 _kind(LISTS, "slot_mapping")

@@ -32,6 +32,7 @@ def _paged(
     planned = Step(".plan", plan, lambda make: plan_extras(make) | (mask_extras(make) if rows > 2 else {}))
     ran = Step(".run", paged_run(rows), run_extras(rows))
     sizes = {"sizes": Step(".workspace_size", plan, plan_extras)} if rows == 2 else {}
+    sizes["prewarm"] = Step(".prewarm_paged_kv_stride_variant", lambda make: {"variant": "independent"})
 
     def on_device(make: Make) -> Arguments:
         tables = {"seq_lens": make.ints(19, 16), "block_tables": make.ints(5, 2, 7, 0).view(2, 2)}

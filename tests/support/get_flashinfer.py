@@ -1,0 +1,35 @@
+"""Downloads FlashInfer for tests/engines/test_flashinfer.py: `python tests/support/get_flashinfer.py [VERSION ...]`.
+
+build/engines/flashinfer-python-VERSION has the Python files of the official wheel, build/engines/flashinfer-packages
+what they import without a card; tests/support/flashinfer_tree stands in for cuda-python.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from get_vllm import ENGINES, get_tree, install
+
+PACKAGES = ENGINES / "flashinfer-packages"
+VERSIONS = ("0.6.14", "0.6.12", "0.7.2.post1")  # of vLLM 0.26.0, of SGLang 0.5.15.post1, and the newest
+# torch and pytest bring filelock, NumPy and packaging.
+NEEDED = [
+    *("apache-tvm-ffi", "certifi", "charset-normalizer", "einops", "idna", "nvidia-ml-py", "requests", "tqdm"),
+    "urllib3",
+]
+
+
+def _is_needed(name: str) -> bool:
+    """Sources of kernels are most of the wheel's bytes."""
+    return not name.startswith("flashinfer/data/") and name.endswith((".py", ".json", "METADATA"))
+
+
+def main(names: list[str]) -> None:
+    ENGINES.mkdir(parents=True, exist_ok=True)
+    install(PACKAGES, *NEEDED)
+    for name in names or VERSIONS[:1]:
+        get_tree("flashinfer-python", name, _is_needed)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
