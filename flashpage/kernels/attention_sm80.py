@@ -11,6 +11,7 @@ import functools
 import itertools
 
 from ..base.dtypes import DType
+from . import latent_formats
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, RAGGED, Ahead, more
 from .devices import H200, Device
 from .kernel import (
@@ -162,15 +163,19 @@ def _tile(work: Work) -> Tile:
 
 def _latent_tile(work: Work) -> Tile:
     """Two tiles of whole rows next to Q. Warps share the value columns, of which 16 rows and 256 columns fit in a
-    warp's registers."""
-    columns = work.options.head_dim_vo // 64
-    is_large = work.card.shared_bytes >= LARGE
-    if work.packed_rows <= 16:
-        return Tile(16, 32, 1, 1, 2, warps_v=next(n for n in (4, 2, 1) if columns % n == 0))
+    warp's registers, and the terms of scores."""
+    options, card = work.options, work.card
+    columns, is_large = options.head_dim_vo // 64, card.shared_bytes >= LARGE
     shared = 2 if columns % 2 == 0 else 1
-    if work.packed_rows <= 32 or not is_large:
-        return Tile(32, 32 if is_large else 16, 2, 1, 2, warps_v=shared)
-    return Tile(64, 32, 4, 1, 2, warps_v=shared)
+    if work.packed_rows <= 16:
+        # In 99 KiB rows that are converted leave no memory for the terms of four warps.
+        can_share_four = columns % 4 == 0 and (is_large or options.latent_format == latent_formats.PLAIN)
+        return Tile(16, 32, 1, 1, 2, warps_v=4 if can_share_four else shared)
+    if work.packed_rows > 32 and is_large:
+        return Tile(64, 32, 4, 1, 2, warps_v=shared)
+    # One CTA computes while the other waits for a tile, or for terms.
+    bytes_a_cta = (32 + 2 * 16) * 2 * options.head_dim_qk + (5 << 10)
+    return Tile(32, 16, 2, 1, 2, 2 if bytes_a_cta <= _half_of_sm(card) else 1, warps_v=shared)
 
 
 def _formats_tile(work: Work) -> Tile:

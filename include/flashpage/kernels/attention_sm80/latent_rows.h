@@ -1,7 +1,8 @@
 // Attention over latent rows (MLA) on mma.sync: all heads read a tile once, as keys and, its first columns, as values.
 //
-// Groups of `warps_v` neighbouring warps share 16 or more packed rows: each warp multiplies all keys for itself, and
-// its part of the value columns. While a tile is computed, the next one is copied and the rows of the one after it are
+// Groups of `warps_v` neighbouring warps share 16 or more packed rows: each warp multiplies its part of the columns for
+// the scores, which the group adds, and its part of the value columns. (Each warp multiplies whole keys for itself if
+// the columns do not divide.) While a tile is computed, the next one is copied and the rows of the one after it are
 // looked up. Rows in another format than the queries' are copied as they are stored, and converted to the tile when
 // they have arrived.
 #pragma once
@@ -13,6 +14,7 @@
 #include "flashpage/tile/load/query.h"
 #include "flashpage/tile/mask/mask.h"
 #include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/product/score_parts.h"
 #include "flashpage/tile/product/values.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/softmax/softmax.h"
@@ -22,8 +24,10 @@ namespace flashpage {
 template <class Traits>
 struct LatentRowsShared {
   using S = Shape<Traits>;
+  struct Nothing {};
   alignas(128) u8 query[S::QueryRows::bytes(Traits::tile_q)];
   LatentTiles<Traits> tiles;
+  typename select_type<ScoreParts<Traits>::are_even, ScoreParts<Traits>, Nothing>::type score_parts;
   // The rows of the unit in q and out, for two places alternately.
   alignas(16) i64 query_offset[Traits::tile_q];
   alignas(16) i64 out_offset[2][Traits::tile_q];
@@ -48,7 +52,8 @@ struct LatentAttention {
   FP_DEVICE static int lane() { return ptx::thread_index() % 32; }
   // The first row and the first value column of the warp.
   FP_DEVICE static int warp_row() { return thread() / 32 / Traits::warps_v * S::rows_a_warp; }
-  FP_DEVICE static int first_column() { return thread() / 32 % Traits::warps_v * S::value_columns; }
+  FP_DEVICE static int part() { return thread() / 32 % Traits::warps_v; }
+  FP_DEVICE static int first_column() { return part() * S::value_columns; }
 
   FP_DEVICE LatentAttention(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
@@ -113,9 +118,15 @@ struct LatentAttention {
         query_lane_address<Traits>(ptx::shared_address(shared.query) + warp_row() * S::QueryRows::stride, lane());
     float scores[S::row_tiles][tokens / 8][4];
     auto nothing = [](int) {};
-    multiply_keys<Traits>(
-        scores, rows, lane(),
-        [&](u32(&a)[S::row_tiles][4], int step) { load_query_fragment<Traits>(a, ptx::opaque(query), step); }, nothing);
+    if constexpr (ScoreParts<Traits>::are_even) {
+      ScoreParts<Traits>::multiply(scores, rows, query, part(), lane());
+      shared.score_parts.add(scores, thread() / 32 / Traits::warps_v, part(), lane());
+    } else {
+      multiply_keys<Traits>(
+          scores, rows, lane(),
+          [&](u32(&a)[S::row_tiles][4], int step) { load_query_fragment<Traits>(a, ptx::opaque(query), step); },
+          nothing);
+    }
     const float scale = latent_score_scale<Traits>(params, place.item, unit);
     const WarpRows warp_rows{params, place.item, unit, warp_row(), lane()};
     if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, warp_rows, args, first);
