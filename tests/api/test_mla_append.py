@@ -83,7 +83,7 @@ def test_rows_are_read_as_they_were_written(form: str, device: str) -> None:
     rest = slice(PACKED[form].quantised if cache.is_packed else 512, None)
     assert (error <= given[is_token].abs() * 2.0**-4 + least + 0.5 * 2.0**-10).all()
     if cache.is_packed:
-        assert (error[:, rest] <= given[is_token][:, rest].abs() * 1e-6).all()
+        assert (error[:, rest] <= given[is_token][:, rest].abs() * 1e-6 + 1e-6).all()  # a sum's logarithm is added
     memory = cache.caches[0].view(torch.uint8)
     unused = torch.ones(PAGES * PAGE, dtype=torch.bool)
     unused[cache.slots[is_token].cpu().long()] = False
