@@ -6,7 +6,8 @@ import html
 import math
 from collections.abc import Iterable
 
-from result_tables import TITLES, Line, name
+from result_tables import TITLES
+from table_parts import Line, name
 
 STYLE = """<style>
 text { font: 13px system-ui, sans-serif; fill: #24292f }

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from charts import bandwidth_chart, host_chart, ratio_chart
-from result_tables import TABLES, TITLES, Line, card_table, origin
+from result_tables import TABLES, TITLES, card_table, origin
+from table_parts import Line
 
 HERE = Path(__file__).resolve().parent
 
