@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import transformers
 from hf_models import MODELS, batch_options, greedy, left_padded, make_model, prompts_of
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.generation.continuous_batching import initialization
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from flashpage import hf
 from flashpage.base.errors import RunError
@@ -200,7 +202,7 @@ def test_block_tables_are_kept_for_ours_alone(kind: str) -> None:
 @pytest.mark.parametrize(
     ("given", "captures_decodes"),
     [
-        ({}, False),  # transformers' default for names without "flash"
+        ({}, False),  # the model is on no card
         ({"q_padding_interval_size": 32}, True),  # transformers takes it for a request to capture all steps
         ({"use_cuda_graph": True}, True),
         ({"use_cuda_graph": (False, True)}, True),
@@ -225,6 +227,34 @@ def test_steps_with_prompts_are_not_captured(
     with pytest.warns(RuntimeWarning, match="without a graph") if is_warned else contextlib.nullcontext():
         found = resolve(config, batching, None, has_logit_processors=False, **device)
     assert found.use_cuda_graph == (False, captures_decodes)
+
+
+@pytest.mark.parametrize(
+    ("given", "captures_decodes", "is_async"),
+    [
+        ({}, True, True),
+        ({"use_async_batching": False}, True, False),
+        ({"use_cuda_graph": False}, False, False),
+        ({"decode_compile_config": transformers.CompileConfig()}, False, False),
+    ],
+)
+def test_decodes_are_captured_on_a_card(
+    given: dict[str, Any], captures_decodes: bool, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the model is on a card, when its manager is made."""
+    if not hasattr(initialization, "get_accelerator_graph_name"):
+        pytest.skip("this version looks for a card itself")
+    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph")
+    config = transformers.LlamaConfig(num_hidden_layers=1)
+    config._attn_implementation = hf.NAME
+    model = SimpleNamespace(device=torch.device("cuda"), config=config)
+    model.set_attn_implementation = functools.partial(setattr, config, "_attn_implementation")
+    ContinuousBatchingManager.switch_to_cb_friendly_attn(SimpleNamespace(), model)
+    batching = transformers.generation.ContinuousBatchingConfig(**given)
+    resolve = initialization.resolve_continuous_batching_config
+    device = {"device": model.device} if "device" in inspect.signature(resolve).parameters else {}
+    found = resolve(config, batching, None, has_logit_processors=False, **device)
+    assert (found.use_cuda_graph, bool(found.use_async_batching)) == ((False, captures_decodes), is_async)
 
 
 @pytest.mark.parametrize("name", [hf.NAME, f"paged|{hf.NAME}", "eager"])

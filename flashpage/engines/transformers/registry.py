@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -22,6 +23,8 @@ _KEEPS_PREFIXED = "paged|sdpa" in AttentionInterface().valid_keys()
 # The name while a ContinuousBatchingManager runs the model. It has no mask function, so transformers makes no mask.
 BATCHING_NAME = f"paged|{NAME}" if _KEEPS_PREFIXED else f"{NAME}_batching"
 _MARK = "_keeps_flashpage"
+# Whether the model is on a card whose manager is being made: transformers chooses graphs without a look at it.
+_is_on_card: ContextVar[bool] = ContextVar("_is_on_card", default=False)
 
 
 def register() -> None:
@@ -53,6 +56,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 def _choose(original: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Lets models keep NAME in `generate_batch`, which replaces or refuses implementations that it does not know."""
+    _is_on_card.set(model.device.type == "cuda")
     if model.config._attn_implementation != NAME:
         return original(manager, model, *args, **kwargs)
     model.set_attn_implementation(BATCHING_NAME)
@@ -72,16 +76,22 @@ def _keep_tables(original: Callable[..., Any], config: Any, cb_config: Any, user
 
 
 def _capture_decodes_alone(cb_config: Any) -> None:
-    """Chooses graphs before transformers does, which captures all steps if a size of padding is given."""
+    """Chooses graphs before transformers does, which captures all steps if a size of padding is given. As for
+    FlashAttention, decodes are captured on a card, and prepared while others run, if the user has not chosen."""
     chosen = cb_config.use_cuda_graph
     if chosen is None:
         padding = ("q_padding_interval_size", "kv_padding_interval_size")
-        wants_graphs = any(getattr(cb_config, name) != initialization.FALLBACK_DEFAULTS[name] for name in padding)
+        has_padding = any(getattr(cb_config, name) != initialization.FALLBACK_DEFAULTS[name] for name in padding)
+        is_compiled = getattr(cb_config, "decode_compile_config", None) is not None  # perhaps with graphs of its own
+        wants_graphs = has_padding or (_is_on_card.get() and not is_compiled)
     else:
         prompts, wants_graphs = cb_config.cuda_graph_booleans
         if prompts and not isinstance(chosen, bool):
             warn(f"use_cuda_graph={chosen}: steps with prompts run without a graph, as the host plans their lengths")
-    cb_config.use_cuda_graph = (False, wants_graphs and cb_config.max_blocks_per_request > 0)
+    captures = wants_graphs and cb_config.max_blocks_per_request > 0
+    cb_config.use_cuda_graph = (False, captures)
+    if captures and getattr(cb_config, "use_async_batching", False) is None:
+        cb_config.use_async_batching = True
 
 
 def _refuse_graphs(original: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
