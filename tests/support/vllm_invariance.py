@@ -1,6 +1,8 @@
-"""Whether log-probabilities of a vLLM engine depend on other requests: `python vllm_invariance.py MODEL OUT.json`, with
-VLLM_BATCH_INVARIANT=1. On a card all operators are vLLM's own batch-invariant ones; on the CPU, where it has none, plain
-ones take their place."""
+"""Whether log-probabilities of a vLLM engine depend on other requests: `python vllm_invariance.py MODEL OUT.json`.
+
+With VLLM_BATCH_INVARIANT=1, in one process. On a card all operators are vLLM's own batch-invariant ones; on the CPU,
+where it has none, plain ones take their place.
+"""
 
 from __future__ import annotations
 
