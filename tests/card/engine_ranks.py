@@ -11,7 +11,7 @@ before (`--in-turn`), and those of several ranks answer one after the other. Two
 have answered; `--json` appends what differs to a file, for docs/figures.py. Models have random weights: a Llama, one
 with a single KV head, and a BLOOM, whose ALiBi slopes depend on the head; sinks are added to the Llama, each by its
 head's number in the whole model, so that a rank that takes another's is found. `--small --device cpu` runs tiny models
-by gloo.
+by gloo; `--wide` runs a Llama with the shape of its 8B and 16 layers, and no other model.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def answer_vllm(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if ranks == 1 else "1"
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**vllm_options(setup, folder, chosen.small))
+    llm = LLM(**vllm_options(setup, folder, chosen.small, chosen.wide))
 
     def ask(kind: str) -> list[dict[str, Any]]:
         given: Any = {"max_tokens": NEW_TOKENS[kind], "ignore_eos": True, "logprobs": 5, "detokenize": False}
@@ -227,8 +227,8 @@ ENGINES = {
 class Comparison:
     """Answers by engine, and what is said of them."""
 
-    def __init__(self, engine: str, recorder: Recorder) -> None:
-        self.engine, self.recorder = engine, recorder
+    def __init__(self, engine: str, label: str, recorder: Recorder) -> None:
+        self.engine, self.label, self.recorder = engine, label, recorder  # `label`: the engine's name in records
         self.answers: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, found: dict[str, Any]) -> None:
@@ -236,7 +236,7 @@ class Comparison:
         self.answers[name] = found
         print(name, found.get("counts", found.get("growth", "")), flush=True)
         if "growth" in found:
-            self.recorder.add("growth", f"{self.engine} {name}", **found["growth"])
+            self.recorder.add("growth", f"{self.label} {name}", **found["growth"])
         if "again" in found:
             self._say(name, "again", "its first answers", found["mixed"], found["again"])
         for other in self.answers:
@@ -260,7 +260,7 @@ class Comparison:
         found = differences(own, other)
         print(f"   {name}, {kind}, next to {base}: {in_words(found)}", flush=True)
         ranks = ENGINES[self.engine].table[name].get("ranks", 1)
-        self.recorder.add("ranks", f"{self.engine} {name}, {kind}, next to {base}", ranks=ranks, **found)
+        self.recorder.add("ranks", f"{self.label} {name}, {kind}, next to {base}", ranks=ranks, **found)
 
 
 def started(name: str, number: int, place: Path, chosen: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -325,6 +325,7 @@ def main() -> int:
     parser.add_argument("--json", help="append a line for each comparison to this file")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="tiny models in fp32")
+    parser.add_argument("--wide", action="store_true", help="vLLM: Llama's 8B at 16 layers; `--only` its engines")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -341,13 +342,16 @@ def main() -> int:
     for name in names:
         if (base := f"{name.partition('-')[0]}-1") not in names:
             parser.error(f"--only {name} is compared with {base}: name it too")
+    if chosen.wide and (chosen.small or any(table[name]["model"] != "llama" for name in names)):
+        parser.error("--wide runs engines of a Llama, at its own size: name some with --only, and leave --small out")
     if importlib.util.find_spec(engine.module) is None:
         print(f"skipped: {engine.name} is not installed")
         return 0
-    comparison = Comparison(chosen.engine, Recorder(chosen.json))
+    label = f"{chosen.engine.removesuffix('-options')}-16-layers" if chosen.wide else chosen.engine
+    comparison = Comparison(chosen.engine, label, Recorder(chosen.json))
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        write_models(place, chosen.small)
+        write_models(place, chosen.small, chosen.wide)
         run_all(names, place, chosen, comparison)
     return 0 if len(comparison.answers) == len(names) else 1
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rank_models import KV_HEADS, SIZES, SMALL
+from rank_models import sizes_of
 from tiny_model import GEMMA4_NAMES
 
 NEW_TOKENS = {"mixed": 16, "again": 16, "short": 64}  # "again": prefixes come from the cache
@@ -66,11 +66,14 @@ VLLM_OPTIONS: dict[str, Setup] = {
     "llama-1-other": {"model": "llama", "backend": "FLASH_ATTN"},
     "llama-1-eager": {"model": "llama", "graphs": "none"},
     "llama-1-compiled": {"model": "llama", "graphs": "compiled"},  # torch.compile, FULL_AND_PIECEWISE
+    "llama-1-full": {"model": "llama", "graphs": "full"},  # steps with prompts are captured, too
     "llama-1-preempted": {"model": "llama", "cache": 1280, "kinds": ("short",)},
     "llama-1-guesses": {"model": "llama", "guesses": 3},  # by n-grams of the prompt
     "llama-1-many": {"model": "llama", "kinds": ("many",)},
+    "llama-1-many-eager": {"model": "llama", "kinds": ("many",), "graphs": "none"},
     "fp8-1": {"model": "llama", "kv_dtype": "fp8"},
     "fp8-1-other": {"model": "llama", "kv_dtype": "fp8", "backend": "FLASH_ATTN"},
+    "fp8-1-flashinfer": {"model": "llama", "kv_dtype": "fp8", "backend": "FLASHINFER"},
     "windows-1": {"model": "llama", "window": 100},
     "windows-1-other": {"model": "llama", "window": 100, "backend": "FLASH_ATTN"},
 }
@@ -78,14 +81,16 @@ VLLM_OPTIONS: dict[str, Setup] = {
 _GRAPHS: dict[str, Setup] = {
     "decodes": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     "compiled": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+    "full": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512]},
     "none": {"mode": 0},
 }
 
 
-def vllm_options(setup: Setup, folder: Path, is_small: bool) -> Setup:
-    sizes, ranks, cache = SMALL if is_small else SIZES, setup.get("ranks", 1), 64 << 20 if is_small else 1 << 30
+def vllm_options(setup: Setup, folder: Path, is_small: bool, is_wide: bool = False) -> Setup:
+    ranks, cache = setup.get("ranks", 1), 64 << 20 if is_small else 1 << 30
     if "cache" in setup:
-        heads = KV_HEADS[setup["model"]] // ranks
+        sizes = sizes_of(setup["model"], is_small, is_wide)
+        heads = sizes["num_key_value_heads"] // ranks
         cache = setup["cache"] * 2 * heads * sizes["head_dim"] * (4 if is_small else 2) * sizes["num_hidden_layers"]
     graphs = "none" if is_small else setup.get("graphs", "decodes")
     found = {

@@ -24,6 +24,21 @@ SMALL = {
     "intermediate_size": 256,
 }
 KV_HEADS = {"llama": 4, "mqa": 1}
+# The shape of Llama's 8B, with 16 layers and a small vocabulary.
+WIDE = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+}
+
+
+def sizes_of(name: str, is_small: bool, is_wide: bool) -> dict[str, int]:
+    if is_wide:
+        return WIDE
+    return (SMALL if is_small else SIZES) | {"num_key_value_heads": KV_HEADS[name]}
 
 
 def requests(kind: str) -> list[list[int]]:
@@ -40,13 +55,16 @@ def requests(kind: str) -> list[list[int]]:
     return [(shared if i % 2 else []) + prompt(length) for i, length in enumerate(lengths)]
 
 
-def write_models(folder: Path, is_small: bool) -> None:
+def write_models(folder: Path, is_small: bool, is_wide: bool = False) -> None:
+    """All models; of the wide shape a Llama alone."""
     from transformers import BloomConfig, BloomForCausalLM
 
-    sizes, dtype = (SMALL, torch.float32) if is_small else (SIZES, torch.bfloat16)
-    for name, kv_heads in KV_HEADS.items():
-        tiny_model.MODELS[name] = sizes | {"num_key_value_heads": kv_heads}
+    for name in ("llama",) if is_wide else KV_HEADS:
+        tiny_model.MODELS[name] = sizes_of(name, is_small, is_wide)
         tiny_model.write(folder / name, name)
+    if is_wide:
+        return
+    sizes, dtype = (SMALL, torch.float32) if is_small else (SIZES, torch.bfloat16)
     tiny_model.write_eagle(folder / "eagle", "llama")
     tiny_model.write_gpt_oss(folder / "gptoss", dtype)
     tiny_model.write_gemma4(folder / "gemma4", dtype)
