@@ -30,11 +30,18 @@ PARTS = ("H100:1", "H100:2", "H100:3", "RTX 4090:1", "RTX 4090:7", "RTX 4090:46"
 SMS = (1, 2, 3, 7, 16, 46, 78, 114, 170)
 
 
+def test_numbers_of_sms() -> None:
+    """Cards above and parts of cards have all of these numbers, and no row of the table has another by mistake."""
+    assert {devices.named(name).sms for name in (*PROFILES, *PARTS)} >= set(SMS)
+    known = {"RTX 3090": 82, "RTX 4090": 128, "L40S": 142, "RTX 5090": 170, "GB10": 48, "A100": 108, "H100": 132}
+    known |= {"H100 PCIe": 114, "H20": 78, "B200": 148}
+    assert {name: devices.named(name).sms for name in known} == known
+
+
 @pytest.mark.parametrize("name", [*PROFILES, *PARTS])
 def test_plans_hold(name: str) -> None:
     """Decode and prefill batches, with the tile, the costs and the CTAs of the card."""
     card = devices.named(name)
-    assert card.sms in SMS or name in PROFILES
     for heads, dim in (((32, 8), 128), ((6, 6), 256), ((64, 1), 64)):
         for kv_lens in DECODES:
             _check(Batch(np.ones_like(kv_lens), kv_lens, *heads), dim, card)
