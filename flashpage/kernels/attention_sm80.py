@@ -168,9 +168,11 @@ def _latent_tile(work: Work) -> Tile:
     columns, is_large = options.head_dim_vo // 64, card.shared_bytes >= LARGE
     shared = 2 if columns % 2 == 0 else 1
     if work.packed_rows <= 16:
-        # In 99 KiB rows that are converted leave no memory for the terms of four warps.
+        # In 99 KiB rows that are converted leave no memory for the terms of four warps, and those of DeepSeek V3.2,
+        # which also hold their scales, only for half a tile next to the terms of two.
         can_share_four = columns % 4 == 0 and (is_large or options.latent_format == latent_formats.PLAIN)
-        return Tile(16, 32, 1, 1, 2, warps_v=4 if can_share_four else shared)
+        is_half = not is_large and options.latent_format == latent_formats.DEEPSEEK_V32
+        return Tile(16, 16 if is_half else 32, 1, 1, 2, warps_v=4 if can_share_four else shared)
     if work.packed_rows > 32 and is_large:
         return Tile(64, 32, 4, 1, 2, warps_v=shared)
     # One CTA computes while the other waits for a tile, or for terms.

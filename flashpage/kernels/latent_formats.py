@@ -28,6 +28,7 @@ from ..base.errors import PlanError
 
 PLAIN = "plain"  # rows of q's type, in one tensor or two
 SCALED = "scaled"  # e4m3 in one tensor or two, with scales that are given at run
+DEEPSEEK_V32 = "deepseek_v32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class LatentRowFormat:
 
 
 PACKED = {
-    "deepseek_v32": LatentRowFormat(
+    DEEPSEEK_V32: LatentRowFormat(
         row_bytes=656,
         head_dims=(512, 64),
         quantised=512,

@@ -17,8 +17,8 @@ from flashpage import kernels
 from flashpage.base.errors import CapabilityError
 from flashpage.jit import Target
 from flashpage.jit.compilers import find_compiler
-from flashpage.kernels import blocks, decode_sm90, devices
-from flashpage.kernels.ahead import BF16, BYTES, E4M3, RAGGED, Ahead
+from flashpage.kernels import blocks, decode_sm90, devices, latent_formats
+from flashpage.kernels.ahead import BF16, BYTES, E4M3, RAGGED, Ahead, fp8_rows, latent_rows
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.devices import Device
 from flashpage.kernels.spec import KernelSpec
@@ -27,11 +27,18 @@ from flashpage.variants import render
 ONE_OF_A_KIND = {(card.sm, card.shared_bytes): card for card in reversed(devices.CARDS)}.values()
 ONE_OF_A_KIND = sorted(ONE_OF_A_KIND, key=lambda card: card.shared_bytes)  # equal sources one after the other
 
-# Plans with hardly room for the fewest slots.
+# Plans with hardly room for the fewest slots, and the widest latent rows in each format.
 TIGHT = (
     *(Ahead(BF16, BF16, (256, 128), rows, 16) for rows in (32, 64)),
     *(Ahead(BF16, BF16, (512, 256), rows, RAGGED) for rows in (16, 32, 64)),
     *(Ahead(BF16, BYTES, (512, 512), 16, kv_format="bfloat16", v_format=name) for name in ("int8_token", "nvfp4")),
+    *latent_rows(16, 32, 64),
+    *(
+        fp8_rows(name, rows, source)
+        for name, rows, source in itertools.product(
+            (latent_formats.SCALED, *latent_formats.PACKED), (16, 32, 64), ("latent", "selected")
+        )
+    ),
 )
 
 

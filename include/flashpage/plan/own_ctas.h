@@ -200,7 +200,7 @@ class OwnCtas {
       for (i32 tile = 0; tile < request.tiles; ++tile) {
         const Pieces pieces = pieces_of(request, tile, size);
         has_cuts |= pieces.log_count > 0;
-        const i32 most = ceil_div(pieces.steps, pieces.count()) * pieces.step;
+        const i64 most = i64{ceil_div(pieces.steps, pieces.count())} * pieces.step;
         if (ns * most > longest) longest = max_of(longest, ns * longest_piece(pieces));
       }
     }

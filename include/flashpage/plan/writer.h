@@ -275,8 +275,8 @@ class Writer {
   }
 
   FP_HOST_DEVICE i32 next_cut(i32 token) const {
-    return schedule_.fixed() ? (token / schedule_.fixed_piece_tokens + 1) * schedule_.fixed_piece_tokens
-                             : static_cast<i32>(max_i32);
+    const i64 size = schedule_.fixed_piece_tokens;
+    return static_cast<i32>(schedule_.fixed() ? min_of(token / size * size + size, max_i32) : max_i32);
   }
 
   // Adds a range of tokens of the last cut unit: one piece, or one for each multiple of a fixed split.
