@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parent
 COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{ROOT / 'include'}"]
 COMPILE += [f"-I{ROOT / 'csrc'}"]  # for sources in folders of csrc/
 COMPILE += ["-fno-trapping-math"]  # the floating-point flags are not read, and loops with a choice vectorise
+# Of csrc/plan alone: a plan has the same bits on every host, and on a card (product of common/math.h).
+OF_PLANS = ["-ffp-contract=off"]
 # One library for every distribution: it contains the C++ runtime and needs only libc, libdl and libpthread.
 LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined", "-Wl,-z,nodelete", "-s"]
 EXPORTS = ROOT / "csrc" / "exports.map"
@@ -67,7 +69,8 @@ def build_library(library: Path, objects: Path) -> None:
         sources = sorted((ROOT / "csrc").rglob("*.cpp"))
         targets = [objects / source.relative_to(ROOT / "csrc").with_suffix(".o") for source in sources]
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(lambda pair: _compile(command, *pair), zip(sources, targets, strict=True)))
+            commands = [command + (OF_PLANS if source.parent.name == "plan" else []) for source in sources]
+            list(pool.map(_compile, commands, sources, targets))
         _link(compiler, targets, library, objects / "link.command")
         _write_sources(objects, targets, library.with_suffix(".sources"), started)
         _write_if_different(STRUCTS, structs)

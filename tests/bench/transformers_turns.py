@@ -141,7 +141,7 @@ def started(names: list[str], sizes: tuple[Any, ...], logs: Path) -> tuple[dict[
 
 def checked(answers: dict[str, list[list[int]]]) -> dict[str, list[int]]:
     """How many prompts have the first one's tokens, of how many, and how many of them the same first token."""
-    first, *_ = answers.values()
+    first = next(iter(answers.values()), [])
     return {
         name: [
             sum(map(list.__eq__, own, first)),
