@@ -1,4 +1,4 @@
-"""What tables of results share: their lines, names of libraries, and Markdown."""
+"""Parts that all tables of results share: their lines, names of libraries, and Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 Line = dict[str, Any]
 
-OWN = ("flashpage", "fpage", "fpage+graphs")  # flashpage's names in engines
+# Labels of flashpage in lines of engines; ratios are those of the other labels to these.
+OWN = ("flashpage", "fpage", "fpage+graphs")
 UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
 NAMES = {
     "flashinfer fa2": "FlashInfer",

@@ -127,15 +127,16 @@ struct Batch {
   }
 
   // Whether no request has more than one row tile, and no KV head lies on the axis.
-  bool is_decode() const {
+  bool has_one_tile_each() const {
     return !schedule.heads_on_axis && units == static_cast<int64_t>(requests[count].number) * num_kv_heads;
   }
 
-  // Fills the division's lanes, if they are not few next to the requests, each of which it reads once more.
+  // Fills the division's full lanes in integers. None: the batch is another one, or has so many requests for each lane
+  // that reading each of them once more would take longer than it saves.
   std::optional<plan::OneTileLanes> one_tile_lanes(const plan::Division& division, int64_t longest) const {
     constexpr int32_t most_requests_a_lane = 4;
     const bool are_few = division.lanes.num_full() * most_requests_a_lane < count;
-    if (are_few || !is_decode() || !plan::OneTileLanes::may_fill(model, rules, requests[count].cost, longest))
+    if (are_few || !has_one_tile_each() || !plan::OneTileLanes::may_fill(model, rules, requests[count].cost, longest))
       return {};
     plan::TickedRequest* const memory = at_least(scratch.ticked, count + plan::OneTileLanes::past_end);
     return plan::OneTileLanes(model, rules, requests, count, memory);
@@ -187,7 +188,7 @@ static plan::Assignment least_costly(const Batch& batch, const plan::KvTokens& k
   std::optional<plan::OwnCtas> own;
   if (plan::may_have_own_ctas(schedule, batch.units)) {
     own.emplace(batch.model, schedule, batch.requests, batch.count, batch.num_kv_heads);
-    // Groups that end before any waves can save the search for the best waves, which takes longer.
+    // If groups end before any waves can, the search for the best waves, which takes longer, is saved.
     const double least = own->least_of_others(batch.rules, batch.requests[batch.count].cost / division.lanes.weight);
     if (own->least_cost() < least) {
       const plan::OwnCtas::Groups groups = own->better_than(least);
@@ -225,7 +226,7 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
                           static_cast<char*>(buffer)};
   const plan::OneTileWriter writer(batch.model, schedule, assignment, memory);
   plan::Totals totals{};
-  const int32_t one_by_one = at_once && batch.is_decode() ? lanes.num_small : lanes.count;
+  const int32_t one_by_one = at_once && batch.has_one_tile_each() ? lanes.num_small : lanes.count;
   for (int32_t lane = 0; lane < one_by_one; ++lane) {
     before[lane] = totals;
     lane < counted ? writer.add_lane<plan::Items::none>(lane, totals) : writer.add_lane<plan::Items::all>(lane, totals);

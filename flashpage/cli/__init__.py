@@ -59,7 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a file that cannot be written, a full disk
-        print(f"flashpage {parsed.command}: {error}", file=sys.stderr)
+        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
+        print(f"flashpage {parsed.command}: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"flashpage {parsed.command}: interrupted", file=sys.stderr)

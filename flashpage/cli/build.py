@@ -110,6 +110,8 @@ def _build_aot_list(arguments: argparse.Namespace) -> int:
         raise FlashpageError(
             "the AOT list is in the source tree, not in the installed package: pass a manifest, or use a checkout."
         )
+    folder = arguments.output or "the package"
+    print(f"building the AOT list into {folder}; `flashpage build --help` has other uses", flush=True)
     command = [sys.executable, "-m", "aot.build"]
     for target in arguments.target:
         command += ["--target", target]

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from ..selftest.main import Report, Result
 
 VERDICTS = {
-    "right": (0, "all kernels are right, and as fast as this machine's rates let expect"),
+    "right": (0, "all kernels are right, and none is slow next to this machine's own rates"),
     "partial": (0, "what was run is right; some cases were not run, or not timed"),
     "unchecked": (1, "nothing could be checked"),
-    "slow": (3, "all kernels are right, but some are slower than this machine's rates let expect; is it idle?"),
+    "slow": (3, "all kernels are right, but some are slow next to this machine's own rates; is it idle?"),
     "wrong": (1, "some kernels failed or are wrong: please file a bug with the file of --json"),
 }
 
@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(report: Report) -> None:
     read, multiplied = report.read_gbps, report.matmul_tflops
-    rates = f"torch reads {read or 0:.1f} GB/s and multiplies at {multiplied or 0:.3g} TFLOP/s here"
+    number = "fp32" if report.device == "cpu" else "bf16"  # rates.matmul_tflops
+    rates = f"torch reads {read or 0:.1f} GB/s and multiplies {number} at {multiplied or 0:.3g} TFLOP/s here"
     if read is None or multiplied is None:
         rates = "torch's own rates could not be measured here"
     width = max(len(result.name) for result in report.results)

@@ -91,7 +91,8 @@ def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", conf
     print(f", {verdict.ties} within rounding" if verdict.ties else "", end="")
     print(f", {verdict.wrong} WRONG" if verdict.wrong else "")
     if watcher.plan is not None:
-        print("\nthe plan of the first decode step:")
+        on_cpu = "" if device.type == "cuda" else " (on a CPU, CTAs are shares of the work; each thread runs several)"
+        print(f"\nthe plan of the first decode step{on_cpu}:")
         print(watcher.plan.picture())
     return 1 if verdict.wrong else 0
 

@@ -43,16 +43,17 @@ class Overlay(importlib.abc.MetaPathFinder):
 
     def __init__(self, package: Package) -> None:
         self.package = package
-        self.is_importing = False  # the package itself is being executed
+        self.is_importing = False  # whether the package's own __init__ is being executed
 
     def replace(self, modules: dict[str, types.ModuleType]) -> None:
-        """Replaces the names of executed modules, also where the modules have them from each other."""
-        replaced: dict[int, tuple[Any, Any]] = {}  # by identity: what was there, kept alive, and flashpage's
+        """Replaces the names of executed modules, also where one of them has imported such a name from another."""
+        # The package's objects by id, each with flashpage's in its place. A kept object's id is not given to another.
+        replaced: dict[int, tuple[Any, Any]] = {}
         for submodule, module in modules.items():
             for name, value in self.package.served(submodule).items():
-                there = vars(module).get(name)
-                if there is not None:
-                    replaced[id(there)] = there, value
+                original = vars(module).get(name)
+                if original is not None:
+                    replaced[id(original)] = original, value
                 setattr(module, name, value)
         for submodule, module in modules.items():
             if submodule not in self.package.kept:
@@ -60,7 +61,7 @@ class Overlay(importlib.abc.MetaPathFinder):
                 vars(module).update(found)
 
     def executed(self) -> dict[str, types.ModuleType]:
-        """The submodules with names of attention that were imported."""
+        """The submodules with names of attention that are imported, by name."""
         name = self.package.name
         found = {submodule: sys.modules.get(f"{name}.{submodule}") for submodule in self.package.modules if submodule}
         return {submodule: module for submodule, module in found.items() if module is not None}
@@ -97,7 +98,7 @@ class _Loader(importlib.abc.Loader):
         overlay = self._overlay
         if self._submodule:
             self._loader.exec_module(module)
-            if not overlay.is_importing:
+            if not overlay.is_importing:  # otherwise replaced below, after all of them have imported from each other
                 overlay.replace({self._submodule: module})
             return
         overlay.is_importing = True
@@ -106,6 +107,7 @@ class _Loader(importlib.abc.Loader):
         finally:
             overlay.is_importing = False
         overlay.replace(overlay.executed())
+        # The package's own module gets those names only that it has imported from its submodules.
         for submodule in overlay.package.modules:
             served = overlay.package.served(submodule)
             vars(module).update({name: value for name, value in served.items() if hasattr(module, name)})
@@ -117,9 +119,8 @@ class Facade(types.ModuleType):
     def __init__(self, package: Package) -> None:
         super().__init__(package.name, package.doc)
         self._package = package
-        spec = importlib.machinery.ModuleSpec(
-            package.name, None, is_package=True
-        )  # importlib.util.find_spec returns it
+        # importlib.util.find_spec returns this spec.
+        spec = importlib.machinery.ModuleSpec(package.name, None, is_package=True)
         vars(self).update(__version__=package.version, __path__=[], __spec__=spec)
 
     def __getattr__(self, name: str) -> Any:

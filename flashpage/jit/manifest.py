@@ -54,6 +54,8 @@ def parse_json(text: str | bytes) -> Any:
     """Parses JSON; ValueError if the text is none, or is nested too deep to be read."""
     try:
         return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON ({error})") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 

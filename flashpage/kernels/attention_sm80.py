@@ -162,22 +162,25 @@ def _tile(work: Work) -> Tile:
 
 
 def _latent_tile(work: Work) -> Tile:
-    """Two tiles of whole rows next to Q. Warps share the value columns, of which 16 rows and 256 columns fit in a
-    warp's registers, and the terms of scores."""
+    """Two tiles of whole rows next to Q. A warp's registers hold values of 16 rows and 256 columns, so up to four warps
+    share the value columns of the same rows, and the products of their scores (tile/product/score_parts.h)."""
     options, card = work.options, work.card
-    columns, is_large = options.head_dim_vo // 64, card.shared_bytes >= LARGE
-    shared = 2 if columns % 2 == 0 else 1
+    panels, is_large = options.head_dim_vo // 64, card.shared_bytes >= LARGE  # a warp has whole panels of 64 columns
+    warps_v = 2 if panels % 2 == 0 else 1
     if work.packed_rows <= 16:
-        # In 99 KiB rows that are converted leave no memory for the terms of four warps, and those of DeepSeek V3.2,
-        # which also hold their scales, only for half a tile next to the terms of two.
-        can_share_four = columns % 4 == 0 and (is_large or options.latent_format == latent_formats.PLAIN)
+        # Rows that are converted are also kept as they are stored. Next to both, 99 KiB do not hold the terms of four
+        # warps, and next to DeepSeek V3.2's rows, which hold scales too, only half a tile and the terms of two.
+        can_share_four = panels % 4 == 0 and (is_large or options.latent_format == latent_formats.PLAIN)
         is_half = not is_large and options.latent_format == latent_formats.DEEPSEEK_V32
-        return Tile(16, 16 if is_half else 32, 1, 1, 2, warps_v=4 if can_share_four else shared)
+        return Tile(16, 16 if is_half else 32, 1, 1, 2, warps_v=4 if can_share_four else warps_v)
     if work.packed_rows > 32 and is_large:
-        return Tile(64, 32, 4, 1, 2, warps_v=shared)
-    # One CTA computes while the other waits for a tile, or for terms.
-    bytes_a_cta = (32 + 2 * 16) * 2 * options.head_dim_qk + (5 << 10)
-    return Tile(32, 16, 2, 1, 2, 2 if bytes_a_cta <= _half_of_sm(card) else 1, warps_v=shared)
+        return Tile(64, 32, 4, 1, 2, warps_v=warps_v)
+    # With two CTAs an SM, one computes while the other waits for a tile, or for terms.
+    rows, tokens, stages = 32, 16, 2
+    other_bytes = 5 << 10  # terms of two pairs of warps (2 KiB), padding of rows, offsets and slots
+    bytes_a_cta = (rows + stages * tokens) * 2 * options.head_dim_qk + other_bytes
+    ctas_per_sm = 2 if bytes_a_cta <= _half_of_sm(card) else 1
+    return Tile(rows, tokens, 2, 1, stages, ctas_per_sm, warps_v=warps_v)
 
 
 def _formats_tile(work: Work) -> Tile:

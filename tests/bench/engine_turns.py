@@ -211,7 +211,7 @@ def _logprobs_of(answer: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def in_words(found: dict[str, float]) -> str:
-    """What differences() found."""
+    """The findings of differences()."""
     text = (
         f"{found['equal']} of {found['prompts']} prompts have equal tokens; log-probabilities differ by "
         f"{found['median']:.4f} in the median and {found['most']:.3f} at most"

@@ -141,8 +141,8 @@ def flashinfer_call(batch: Batch, backend: str) -> Call | None:
 
 
 def flashinfer_sinks(case: Case, backend: str) -> list[object]:
-    """What FlashInfer's wrappers compile for a case with sinks. Its own wrapper for them takes no ragged K and V, and
-    has one name for the kernels of all head dims."""
+    """The `jit_args` of FlashInfer's wrappers for a case with sinks. Its own wrapper for sinks takes no ragged K and V,
+    and has one name for the kernels of all head dims."""
     variants = importlib.import_module("flashinfer.jit.attention.variants")
     is_windowed = case.window_left >= 0
     name = f"sinks_{backend}_{case.head_dim}_{str(case.kv_dtype)[6:]}_window_{int(is_windowed)}"

@@ -148,7 +148,7 @@ def on_card(case: Case, call: Callable[[], torch.Tensor], repeats: int) -> Found
     spent: dict[str, list[float]] = {name: [] for name in calls}
     if not case.is_ragged:
         spent = rounds_of(calls, ROUNDS, clock)
-    else:  # the present implementation answers, not the one that was present at first
+    else:  # without a graph, which would keep its implementation, each call needs its own to be active
         for i in range(ROUNDS):
             for name in list(calls)[:: -1 if i % 2 else 1]:
                 with torch.no_grad(), active(name, "cuda"):

@@ -1,8 +1,9 @@
 """FlashAttention-3 for torch's `activate_flash_attention_impl("FA3")`, also in the build that vLLM ships.
 
 torch imports a module and calls `torch.ops.flash_attn_3`, which FlashAttention's own package defines. vLLM's build has
-these kernels as `torch.ops._vllm_fa3_C`, with other arguments, and for ragged batches alone: here its operator gets the
-name that torch calls, and lengths of dense batches, by which a launch before each call makes their schedule.
+the same kernels as `torch.ops._vllm_fa3_C`, with other arguments, and only for batches whose lengths are given. Here
+`flash_attn_3` is defined over that operator, and dense batches get an array of equal lengths. The kernels then make a
+schedule from the lengths, in a launch of its own before each call, which is timed with it.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ _FORWARD = (
     "bool? pack_gqa, int sm_margin"
 )
 NAMES = tuple(argument.split()[-1] for argument in _FORWARD.split(","))
-_VLLMS = {"cp_world_size": 1, "cp_rank": 0}  # arguments that only its operator has; others are None
-_libraries: list[torch.library.Library] = []  # torch forgets what a library defined when it goes
+_VLLM_ONLY = {"cp_world_size": 1, "cp_rank": 0}  # arguments that only vLLM's operator has; its others are None
+_libraries: list[torch.library.Library] = []  # kept alive: torch removes a library's operators with it
 
 
 def register() -> None:
     """Makes "FA3" activate what is here. Raises ImportError with the reason if nothing is."""
     from torch.nn.attention import _fa3
 
-    module = loaded()
+    module = load()
     attention.register_flash_attention_impl("FA3", register_fn=lambda: _fa3.register_flash_attention_fa3(module))
 
 
-def loaded() -> str:
-    """The module whose import brought FA3; after that `torch.ops.flash_attn_3` is there."""
+def load() -> str:
+    """Imports FA3, so that `torch.ops.flash_attn_3` is there; returns the name of the module that has it."""
     reasons = []
     for module in MODULES:
         try:
@@ -83,9 +84,9 @@ def forward_over(fwd: Callable[..., Any], its_names: Iterable[str]) -> Callable[
         q, k = named["q"], named["k"]
         if named["softmax_scale"] is None:
             named["softmax_scale"] = q.shape[-1] ** -0.5
-        if named["cu_seqlens_q"] is named["seqused_k"] is None:
+        if named["cu_seqlens_q"] is None and named["seqused_k"] is None:  # a dense batch
             named["seqused_k"] = _lengths(q.device, q.shape[0], k.shape[1])
-        places = [named.pop(name, _VLLMS.get(name)) for name in its_names]
+        places = [named.pop(name, _VLLM_ONLY.get(name)) for name in its_names]
         if left := {name: value for name, value in named.items() if value}:
             raise NotImplementedError(f"vLLM's FA3 has no {', '.join(left)}: leave it out.")
         out, lse, *_ = fwd(*places)

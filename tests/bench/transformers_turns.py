@@ -24,7 +24,10 @@ from drawn_weights import draw_weights
 from engine_turns import LLAMA, SMALL_LLAMA, TRACES, Running, Server
 from record import Recorder
 
-_CONTEXT = 40960  # tokens of a request at most
+# Tokens of a request at most: more than the longest trace has (engine_turns.TRACES).
+_CONTEXT = 40960
+# Prompts that --check compares, their most tokens, and new tokens of each: enough to show a wrong backend, and quick.
+_CHECKED = (16, 1500, 16)
 # transformers' name of each, and options of ContinuousBatchingConfig on a card. By default FlashAttention has graphs,
 # for prompts too. "eager" writes all scores to memory, and takes part only if it is named.
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,7 +41,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Options(NamedTuple):
-    """What a process is told."""
+    """The argument of a process that serves one backend, as JSON."""
 
     backend: str
     device: str
@@ -106,7 +109,8 @@ def engine_of(options: Options) -> Running:
         return [found[request] for request in order]
 
     def check(trace: str) -> list[list[int]]:
-        return generate([prompt[:1500] for prompt in engine_turns.prompts_of(trace)[:16]], 16)
+        count, length, new_tokens = _CHECKED
+        return generate([prompt[:length] for prompt in engine_turns.prompts_of(trace)[:count]], new_tokens)
 
     return Running(generate, stack.close, {"check": check})
 
@@ -140,7 +144,8 @@ def started(names: list[str], sizes: tuple[Any, ...], logs: Path) -> tuple[dict[
 
 
 def checked(answers: dict[str, list[list[int]]]) -> dict[str, list[int]]:
-    """How many prompts have the first one's tokens, of how many, and how many of them the same first token."""
+    """By backend: how many prompts have the tokens of the first backend, of how many, and how many the same first
+    token."""
     first = next(iter(answers.values()), [])
     return {
         name: [

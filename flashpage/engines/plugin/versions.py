@@ -1,4 +1,12 @@
-"""The versions of engines with which their plugins were tested."""
+"""The versions of engines with which their plugins were tested.
+
+A new version is a name here. It also needs
+
+- its packages, and the version without an argument, in tests/support/get_vllm.py (`TREES`, `CPU`) or get_sglang.py
+  (`PINS` and `main`), and the FlashInfer that it wants in get_flashinfer.py (`VERSIONS`);
+- its place in `engines` of .ci/run, if CI runs it, and in `TREES` of tests/engines/test_vllm_engine.py;
+- the versions under "Tested" in docs/guides/vllm.md or sglang.md, and in the table of docs/guides/engines.md.
+"""
 
 from __future__ import annotations
 

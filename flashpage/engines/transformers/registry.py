@@ -23,7 +23,8 @@ _KEEPS_PREFIXED = "paged|sdpa" in AttentionInterface().valid_keys()
 # The name while a ContinuousBatchingManager runs the model. It has no mask function, so transformers makes no mask.
 BATCHING_NAME = f"paged|{NAME}" if _KEEPS_PREFIXED else f"{NAME}_batching"
 _MARK = "_keeps_flashpage"
-# Whether the model is on a card whose manager is being made: transformers chooses graphs without a look at it.
+# Whether the model whose manager is being made is on a card. `_choose` notes it for `_capture_decodes_alone`, as the
+# function of transformers that chooses graphs does not get the model.
 _is_on_card: ContextVar[bool] = ContextVar("_is_on_card", default=False)
 
 
@@ -76,8 +77,9 @@ def _keep_tables(original: Callable[..., Any], config: Any, cb_config: Any, user
 
 
 def _capture_decodes_alone(cb_config: Any) -> None:
-    """Chooses graphs before transformers does, which captures all steps if a size of padding is given. As for
-    FlashAttention, decodes are captured on a card, and prepared while others run, if the user has not chosen."""
+    """Chooses graphs before transformers does, which would capture all steps if a size of padding is given. If the user
+    has not chosen, decodes are captured on a card, and a step is prepared while the one before it runs, which is what
+    transformers does for FlashAttention."""
     chosen = cb_config.use_cuda_graph
     if chosen is None:
         padding = ("q_padding_interval_size", "kv_padding_interval_size")

@@ -11,11 +11,13 @@
 
 namespace flashpage::plan {
 
-// Prices, and what they are compared with, are whole ticks: 2^-20 ns, exactly what floats from 8 ns on are. So sums of
-// them are exact below 8 s, in whatever order and as integers, too (one_tile_lanes.h).
+// Prices, and the costs that they are compared with, are whole ticks of 2^-20 ns: a double holds every whole tick below
+// 8 s, so sums do not depend on their order and can be integers (one_tile_lanes.h). A float of 8 ns or more is a whole
+// number of ticks already.
 inline constexpr double ticks_per_ns = 1 << 20;
 
-// The nearest whole tick below 2 s, and about that beyond: a sum with so large a number has no finer bits.
+// The nearest whole tick of less than 2 s; coarser beyond. Next to `large`, 1.5 * 2^52 ticks, a double has no bit below
+// a tick, so the addition rounds and the subtraction is exact.
 FP_HOST_DEVICE double whole_ticks(double ns) {
   constexpr double large = 3.0 * (1ll << 51) / ticks_per_ns;
   return ns + large - large;

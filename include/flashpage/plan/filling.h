@@ -1,4 +1,5 @@
-// Types that all fillings of lanes share: the rules of cuts, a lane that is filled, and results.
+// What the two loops that fill lanes share (partition.h, one_tile_lanes.h): the rules of cuts, the lane that is being
+// filled, and results.
 #pragma once
 #include "flashpage/plan/cost.h"
 #include "flashpage/plan/lanes.h"
@@ -18,7 +19,7 @@ struct Partition {
 
 // Where units may be cut, and what a cut costs.
 struct CutRules {
-  static constexpr double tolerance = 0.005;  // fraction of a load that is not worth a cut
+  static constexpr double tolerance = 0.005;  // of a lane's load: a cut that adds less to it is not made
 
   CutRules() = default;
   explicit CutRules(const Schedule& schedule)
@@ -36,16 +37,17 @@ struct CutRules {
 };
 
 // A lane that is being filled. Costs are positions on the axis, without the extra cost of starting inside a unit.
-struct Filling {
+struct OpenLane {
   Cut begin;
-  double at = 0.0;  // ns of starting inside a unit
-  double overhead;  // ns that fit after `at`
-  double room;      // what fits beyond `at`
+  double at = 0.0;  // ns on the axis at which `begin` lies
+  double overhead;  // ns of starting inside a unit; 0: it starts at an edge
+  double room;      // ns that fit after `at`
   double weight;    // Lane::weight
   bool may_stay_empty;
 };
 
-struct Fill {
+// The outcome of filling all lanes up to one level.
+struct FillResult {
   double excess;      // ns that did not fit at the level (negative: ns that would have fit in addition); on the axis
   double next_level;  // below it, no lane would take more
 };

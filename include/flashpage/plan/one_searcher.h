@@ -52,8 +52,8 @@ class TabledTileCosts {
 
 struct OneSearcher {
   using Costs = TabledTileCosts;
-  static constexpr bool fills_lanes = true;
-  const OneTileLanes* lanes = nullptr;  // null: Partitioner fills all lanes
+  static constexpr bool fills_lanes = true;  // `lanes` may fill some in Partitioner's place
+  const OneTileLanes* lanes = nullptr;       // null: Partitioner fills all lanes
 
   // The last request, `from` or later, that begins on the axis at or before `cost`. It is mostly among the next few,
   // which are compared one by one: their places then do not depend on the outcome of a comparison.

@@ -1,8 +1,11 @@
-// Fills lanes of one CTA each, on the host, where no request has more than one row tile and no KV head lies on the
-// axis: decode over few KV heads, of which latent rows have one. Such a batch has a lane for each CTA of the card. Each
-// begins where the one before it ends, and a plan fills them several times, so planning takes as long as that chain.
-// Here the chain is integers: whole ticks (cost.h), whose sums are exact. So lanes end where Partitioner lets them end,
-// and the planner of a card, which has its code alone, writes the same bytes (tests/planner/test_table_plans.py).
+// Fills the full lanes of a decode batch on the host: no request has more than one row tile, and no KV head lies on the
+// axis. With few KV heads (latent rows have one) such a batch has about as many lanes as the card has CTAs. Each lane
+// begins where the one before it ends, and a plan fills all of them several times, so this chain is most of the time
+// that planning takes.
+//
+// Here the chain is computed in integers: whole ticks (cost.h), whose sums are exact. So each lane ends where
+// Partitioner would end it. A plan made on a card uses Partitioner alone, and has the same bytes
+// (tests/planner/test_table_plans.py).
 #pragma once
 #include "flashpage/plan/cost.h"
 #include "flashpage/plan/filling.h"
@@ -12,13 +15,14 @@ namespace flashpage::plan {
 
 using Ticks = i64;
 
-inline Ticks to_ticks(double ns) { return static_cast<Ticks>(ns * ticks_per_ns); }  // of whole ticks
+// `ns`: whole ticks (whole_ticks).
+inline Ticks to_ticks(double ns) { return static_cast<Ticks>(ns * ticks_per_ns); }
 inline double to_ns(Ticks ticks) { return static_cast<double>(ticks) / ticks_per_ns; }
 
-// Exact quotients of 0 <= n < 2^63, by one multiplication.
+// Exact quotients of 0 <= n < 2^63, by one multiplication with a reciprocal that is rounded up, like FastDiv's.
 class TickDivisor {
  public:
-  explicit TickDivisor(Ticks divisor) {  // 2 or more
+  explicit TickDivisor(Ticks divisor) {  // divisor: 2 or more
     while ((divisor - 1) >> shift_ > 1) ++shift_;
     multiplier_ = static_cast<u64>(((Wide{1} << (64 + shift_)) + divisor - 1) / divisor);
   }
@@ -31,16 +35,18 @@ class TickDivisor {
   u64 multiplier_;
 };
 
-// A request on the axis.
+// A request on the axis, with costs in ticks.
 struct alignas(32) TickedRequest {
   Ticks begin;
   Ticks token_0;  // where token 0 would be if the tokens before `first` cost as much as others
   i32 first;      // first token that a row sees
-  i32 end;        // tokens
+  i32 end;        // first token that no row sees
   i32 last_cut;   // the last token at which it may be cut; -1: there is none
 };
 
-// Where lanes may end. Partitioner::end_of and cut_inside explain the rules.
+// Where lanes may end: the rules of Partitioner::end_of and cut_inside, in ticks. A step of tokens is a power of two,
+// so
+// `& -step` rounds down to a step.
 struct TickedRules {
   TickedRules(const CostModel& model, const CutRules& rules)
       : step(rules.step.divisor),
@@ -52,12 +58,14 @@ struct TickedRules {
         most_room_of_piece(static_cast<Ticks>(0.99 / CutRules::tolerance) * per_piece),
         steps(per_step) {}
 
-  i32 step, min_piece;  // tokens
+  i32 step, min_piece;  // tokens; a cut lies at a whole step
   Ticks per_token, per_step, per_piece, cheapest_piece;
-  Ticks most_room_of_piece;  // of at most so much, the tolerance is less than the cost of a piece
+  // Up to this room CutRules::tolerance of it is less than a piece costs, so that it need not be computed. The factor
+  // 0.99 leaves a margin for rounding.
+  Ticks most_room_of_piece;
   TickDivisor steps;
 
-  // A lane that begins at token `token` of a request (-1: at its first one), to be filled.
+  // OpenLane in ticks: it begins at token `token` of a request (-1: at its first one).
   struct Open {
     i32 request;
     i32 token;
@@ -70,12 +78,12 @@ struct TickedRules {
     i32 request;
     i32 token;
     Ticks taken;      // after Open::at
-    Ticks next_cost;  // least cost at which the lane would take more
+    Ticks next_cost;  // least cost, after Open::at, at which the lane would take more
   };
 
   // The end of a lane in the request `found`, or at one of its edges. `least_next`: the least next_cost of all lanes so
-  // far, in addition to this lane's overhead; a larger one may be too low. Branches that depend on lengths are left out
-  // where possible, as a wrong guess takes as long as the whole lane.
+  // far, without this lane's overhead; only a lower next_cost is used, so one above it need not be exact. Conditions
+  // are joined by & and | in place of && and ||, as a mispredicted branch takes as long as the whole lane.
   FP_HOT End end_of(const Open& lane, i32 index, const TickedRequest& found, Ticks request_end,
                     Ticks least_next) const {
     const Ticks before = found.begin - lane.at, after = request_end - lane.at, token_0 = found.token_0 - lane.at;
@@ -107,14 +115,15 @@ struct TickedRules {
             may_take_more ? more : after};
   }
 
-  // The cut after a piece of equal ones, as short as possible.
+  // The cut after the first of as many equal pieces as are long enough.
   i32 equal_piece(i32 begin, i32 tokens) const { return (begin + tokens / (tokens / min_piece) + step / 2) & -step; }
 };
 
 class OneTileLanes {
  public:
-  // Whether lanes may be filled here: numbers are exact, and the schedule has nothing that decode kernels do not use.
-  // `longest`: tokens of the longest request.
+  // Whether lanes may be filled here: all costs are exact in ticks, and the schedule has no option that decode kernels
+  // leave out (other prices of few rows, steps that are no power of two, a limit of pieces). `longest`: tokens of the
+  // longest request. `most_ns` is within the range of whole_ticks.
   static bool may_fill(const CostModel& model, const CutRules& rules, double total, i64 longest) {
     constexpr double least_ns = 1.0, most_ns = 1 << 30;
     const double ns = model.many_rows.ns, of_tokens = ns * (longest + rules.min_piece + rules.step.divisor);
@@ -124,7 +133,7 @@ class OneTileLanes {
            rules.max_pieces.divisor == 1;
   }
 
-  static constexpr i32 past_end = 2;
+  static constexpr i32 past_end = 2;  // entries after the requests: the axis' end, and one that ends each search
 
   // `ticked`: memory of batch + past_end entries.
   OneTileLanes(const CostModel& model, const CutRules& rules, const Request* requests, i32 batch, TickedRequest* ticked)
@@ -141,10 +150,10 @@ class OneTileLanes {
     ticked[batch + 1] = {never, 0, 0, 0, -1};
   }
 
-  // Fills the lanes from `first` on, as Partitioner::fill_all does. `lane`: where the first one begins. Not inlined,
-  // which leaves Partitioner's loop its registers.
+  // Fills the lanes from `first` on, as Partitioner::fill_all does. `lane`: where the first one begins. Adds to
+  // `result` and `partition`. It is not inlined, which leaves Partitioner's loop its registers.
   [[gnu::noinline]] void fill(i32 first, i32 num_lanes, const Lane* lanes, double level_ns, double loss,
-                              const Filling& lane, Fill& fill, Partition& partition) const {
+                              const OpenLane& lane, FillResult& result, Partition& partition) const {
     const TickedRules rules = rules_;
     const TickedRequest* const ticked = ticked_;
     Cut* const ends = partition.ends;
@@ -155,7 +164,7 @@ class OneTileLanes {
     TickedRules::Open open{lane.begin.request, lane.begin.token, to_ticks(lane.at),
                            lane.begin.token >= 0 ? rules.per_piece : 0, 0};
     Ticks most = 0, next_level = never;
-    double excess = fill.excess;
+    double excess = result.excess;
     i32 l = first, inside = 0;
     for (; l + 1 < num_lanes; ++l) {
       const Ticks left = total - open.at;
@@ -188,8 +197,8 @@ class OneTileLanes {
       excess += max_of(level_ns, whole_ticks(needed_ns(i, 0))) - level_ns;
     }
     for (; l < num_lanes; ++l) ends[l] = {batch_, 0, 0, -1};
-    fill.excess = excess;
-    if (next_level < never) fill.next_level = min_of(fill.next_level, to_ns(next_level));
+    result.excess = excess;
+    if (next_level < never) result.next_level = min_of(result.next_level, to_ns(next_level));
     partition.max = max_of(partition.max, to_ns(max_of(most, load)));
     partition.inside += inside;
   }

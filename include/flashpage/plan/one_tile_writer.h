@@ -1,5 +1,6 @@
-// Writes lanes of decode on the host. Branches that depend on lengths take longer than what they save, so each item
-// that a lane may have is written, and kept if the lane has it.
+// Writes the lanes of a decode batch on the host. A mispredicted branch takes longer than the writes that it skips, so
+// each item that a lane may have is written, and counted only if the lane has it; the next item overwrites it
+// otherwise.
 #pragma once
 #include "flashpage/plan/writer.h"
 

@@ -57,7 +57,7 @@ class OwnCtas {
     return best;
   }
 
-  // No size takes less.
+  // No size of groups takes less.
   double least_cost() const {
     double least = 1e300;
     for (i32 i = 0; i < num_group_sizes; ++i) {
@@ -66,8 +66,8 @@ class OwnCtas {
     return least;
   }
 
-  // No plan with cuts or whole units, in which CTAs take `mean` ns on average, takes less: the CTA that begins the
-  // longest unit takes a piece of it, or all of it.
+  // No plan in waves or of whole units takes less, if its CTAs take `mean` ns on average: the CTA that begins the
+  // longest unit takes a piece of it, or all of it. `rounding` allows for sums in another order.
   double least_of_others(const CutRules& rules, double mean) const {
     const i32 tokens = model_.visible(requests_[longest_.request], longest_.tile).size();
     const double ns = model_.price(requests_[longest_.request]).ns;
@@ -154,9 +154,10 @@ class OwnCtas {
     return longest;
   }
 
+  // Whether the card runs as many groups of 2^i CTAs at once as there are units.
   bool fits(i32 i) const { return tiles_ * num_kv_heads_ <= schedule_.clusters[i]; }
 
-  // Adds the tokens of all units and finds the longest one.
+  // Adds the costs of all units' tokens and finds the longest unit.
   void read_units() {
     double longest = -1.0, ns = 0.0;
     const Request* last = nullptr;  // neighbours often have the same lengths
@@ -182,6 +183,7 @@ class OwnCtas {
     return schedule_.ns_per_cluster_unit + max_of(by_memory, by_cta) + merge_ns;
   }
 
+  // A bound of cost(size), by the longest unit alone.
   double least_cost(i32 size) const {
     const Request& request = requests_[longest_.request];
     const Pieces pieces = pieces_of(request, longest_.tile, size);
@@ -215,7 +217,7 @@ class OwnCtas {
   i32 batch_;
   i32 num_kv_heads_;
   i64 tiles_ = 0;        // row tiles of all requests
-  double all_ns_ = 0.0;  // tokens of all units
+  double all_ns_ = 0.0;  // of all units' tokens, for one KV head
   Cut longest_;          // the start of the longest unit
 };
 

@@ -102,7 +102,7 @@ class Partitioner {
     double too_low = product(total_, per_weight_), level = too_low + loss, likely = infinite;
     for (int attempt = 0; attempt < max_attempts; ++attempt) {
       level = whole_ticks(level);
-      const Fill fill = fill_all(start, level, loss, trial);
+      const FillResult fill = fill_all(start, level, loss, trial);
       const double max = trial.max;
       if (attempt == 0 || max < best.max) {
         const Partition before = best;
@@ -145,7 +145,7 @@ class Partitioner {
 
   struct Choice {
     Cut cut;
-    double cost;  // ns after Filling::at
+    double cost;  // ns after OpenLane::at
   };
 
   // Cached numbers of the request in which a lane ends; consecutive lanes mostly end in requests of the same lengths.
@@ -156,8 +156,9 @@ class Partitioner {
   };
 
   // The expected loss of a lane that ends anywhere in a unit of mean cost: the distance to the edge before it, or a
-  // piece and half a step if that is less. Where each request is one unit, and units and lanes are long, a lane also
-  // ends at an edge if its piece would be too short, and a shortest piece before an edge if the next one would be.
+  // piece and half a step if that is less. If each request is one unit, and units and lanes are at least 2 and 1.25
+  // times as long as the shortest unit that may be cut, the loss by pieces that would be too short is added: a lane
+  // ends at an edge if its own piece would be, and a shortest piece before an edge if the next lane's piece would be.
   FP_HOST_DEVICE double expected_loss() const {
     const double unit = units_on_axis_ > 0 ? total_ / static_cast<double>(units_on_axis_) : 0.0;
     const double of_cut = rules_.ns_per_piece + product(0.5 * rules_.step.divisor, model_.many_rows.ns);
@@ -174,17 +175,17 @@ class Partitioner {
 
   // Fills the lanes one by one. The level rises for the remaining lanes if what is left, with their expected losses,
   // would overflow the last one.
-  FP_HOT Fill fill_all(const Start& start, double level, double loss, Partition& partition) const {
+  FP_HOT FillResult fill_all(const Start& start, double level, double loss, Partition& partition) const {
     const i32 num_lanes = lanes_.count;
     partition.max = 0.0;
     partition.inside = 0;
-    Filling lane;
+    OpenLane lane;
     lane.begin = start.cut;
     lane.at = start.at;
     double done_by_rest = start.at;  // ns of earlier waves, of this lane and all later ones
     Place place;
-    Fill fill{0.0, infinite};
-    i32 one_by_one = num_lanes;  // lanes; OneTileLanes fills the others
+    FillResult fill{0.0, infinite};
+    i32 one_by_one = num_lanes;  // lanes that this loop fills; OneTileLanes fills the others
     if constexpr (Searcher::fills_lanes) {
       if (searcher_.lanes != nullptr && start.loads == nullptr) one_by_one = lanes_.num_small;
     }
@@ -261,7 +262,7 @@ class Partitioner {
 
   // Fills one lane: up to the unit that would overflow it, and into that unit if this places more work than a piece
   // costs. `next_cost` is the least cost at which the lane would take more.
-  FP_HOT Choice end_of(const Filling& lane, Place& place, double& next_cost) const {
+  FP_HOT Choice end_of(const OpenLane& lane, Place& place, double& next_cost) const {
     const UnitEdges unit = unit_at(lane.begin, lane.at, lane.at + max_of(lane.room, 0.0), place);
     const Choice &before = unit.before, &after = unit.after;
     next_cost = infinite;
@@ -297,7 +298,7 @@ class Partitioner {
 
   // The last cut for which the lane has room and that leaves no piece too short; a cut without a token if there is
   // none.
-  FP_HOT Choice cut_inside(const Filling& lane, const Choice& unit, const TokenPrice& price, double floor) const {
+  FP_HOT Choice cut_inside(const OpenLane& lane, const Choice& unit, const TokenPrice& price, double floor) const {
     Choice none{unit.cut, 0.0};
     if (!rules_.cuttable) return none;
     const TokenRange range = model_.visible(requests_[unit.cut.request], unit.cut.tile);
@@ -318,7 +319,7 @@ class Partitioner {
     const double goal = max_of(lane.room, floor);
     const double wanted = (goal - token_0) * price.per_ns;
     i32 token = down_to_step(static_cast<i32>(min_of<double>(max_of(wanted, 0.0), last)));
-    if (price.ns > 0.0) {  // `wanted` is rounded, which the last step must not depend on
+    if (price.ns > 0.0) {  // `wanted` is rounded: the exact costs of this cut and its neighbours decide
       const i32 step = rules_.step.divisor;
       if (token > 0 && token_0 + product(token, price.ns) > goal) token -= step;
       if (token <= last - step && token_0 + product(token + step, price.ns) <= goal) token += step;

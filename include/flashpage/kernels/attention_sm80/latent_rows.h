@@ -1,10 +1,10 @@
 // Attention over latent rows (MLA) on mma.sync: all heads read a tile once, as keys and, its first columns, as values.
 //
-// Groups of `warps_v` neighbouring warps share 16 or more packed rows: each warp multiplies its part of the columns for
-// the scores, which the group adds, and its part of the value columns. (Each warp multiplies whole keys for itself if
-// the columns do not divide.) While a tile is computed, the next one is copied and the rows of the one after it are
-// looked up. Rows in another format than the queries' are copied as they are stored, and converted to the tile when
-// they have arrived.
+// Groups of `warps_v` neighbouring warps share 16 or more packed rows. For the scores, each warp multiplies a part of
+// the columns, and the group adds these terms (score_parts.h); if the columns do not divide, each warp multiplies whole
+// keys. For the output, each warp multiplies its part of the value columns. While a tile is computed, the next one is
+// copied and the rows of the one after it are looked up. Rows in another format than the queries' are copied as they
+// are stored, and converted to the tile when they have arrived.
 #pragma once
 #include "flashpage/params/latent_format.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -50,8 +50,9 @@ struct LatentAttention {
   // Read again for each use, because accumulators leave no register for them.
   FP_DEVICE static int thread() { return ptx::thread_index(); }
   FP_DEVICE static int lane() { return ptx::thread_index() % 32; }
-  // The first row and the first value column of the warp.
+  // The warp's first row; below, its first value column.
   FP_DEVICE static int warp_row() { return thread() / 32 / Traits::warps_v * S::rows_a_warp; }
+  // The warp's number in its group: its part of the columns.
   FP_DEVICE static int part() { return thread() / 32 % Traits::warps_v; }
   FP_DEVICE static int first_column() { return part() * S::value_columns; }
 

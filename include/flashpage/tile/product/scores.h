@@ -41,19 +41,19 @@ FP_DEVICE void load_query_fragment(u32 (&a)[Shape<Traits>::row_tiles][4], u32 la
   }
 }
 
-// The products of 16-bit factors, or of fp8 ones, for the tokens of tiles [begin, end). Adds to `scores`. Of every
-// `apart` steps one is multiplied, that with number `first`.
-template <class Traits, int begin, int end, int apart = 1, class QueryFragment, class Between, int token_tiles>
+// The products of 16-bit factors, or of fp8 ones, for the tokens of tiles [begin, end). Adds to `scores`. Only every
+// `distance`-th step of the columns is multiplied, from step `first` on; query_fragment and between count these alone.
+template <class Traits, int begin, int end, int distance = 1, class QueryFragment, class Between, int token_tiles>
 FP_DEVICE void multiply_key_tiles(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], u32 key, int lane,
                                   QueryFragment&& query_fragment, Between&& between, u32 first = 0) {
   using S = Shape<Traits>;
   using Rows = typename S::KeyRows;
   static_assert(begin % 2 == 0 && end % 2 == 0, "products of 16 tokens");
-  static_assert(S::key_steps % apart == 0);
-  constexpr int steps = S::key_steps / apart;
+  static_assert(S::key_steps % distance == 0, "each first step begins as many");
+  constexpr int steps = S::key_steps / distance;
   u32 lane_address = Rows::lane_address(key, lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  if constexpr (apart > 1) lane_address = Rows::at_chunk(lane_address, 2 * first);
-#pragma unroll(apart == 1 ? S::key_unroll : steps)
+  if constexpr (distance > 1) lane_address = Rows::at_chunk(lane_address, 2 * first);
+#pragma unroll(distance == 1 ? S::key_unroll : steps)
   for (int step = 0; step < steps; ++step) {
     u32 a[S::row_tiles][4];
     query_fragment(a, step);
@@ -61,7 +61,7 @@ FP_DEVICE void multiply_key_tiles(float (&scores)[Shape<Traits>::row_tiles][toke
 #pragma unroll
     for (int n = begin; n < end; n += 2) {
       u32 b[4];
-      ptx::ldmatrix_x4(b, Rows::at_chunk(lane_address, 2 * step * apart) + n * 8 * Rows::stride);
+      ptx::ldmatrix_x4(b, Rows::at_chunk(lane_address, 2 * step * distance) + n * 8 * Rows::stride);
 #pragma unroll
       for (int m = 0; m < S::row_tiles; ++m) {
         ptx::mma_m16n8<typename S::Product>(scores[m][n], a[m], b[0], b[1]);
