@@ -7,6 +7,7 @@ the rates.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -63,6 +64,32 @@ def prompts_of(trace: str) -> list[list[int]]:
     lengths = [min(most, max(16, int(drawn.lognormvariate(math.log(mean) - 0.32, 0.8)))) for _ in range(count)]
     lengths = [most] * count if mean == most else lengths
     return [[drawn.randrange(3, LLAMA["vocab_size"]) for _ in range(length)] for length in lengths]
+
+
+def one_or_more(text: str) -> int:
+    """For argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: pass 1 or more")
+    return int(text)
+
+
+def _traces(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in TRACES]:
+        raise argparse.ArgumentTypeError(f"no trace {unknown[0]!r}: there are {', '.join(TRACES)}")
+    return names
+
+
+def add_arguments(parser: argparse.ArgumentParser, traces: str, repeats: int) -> None:
+    """The arguments of each engine's program, with its defaults. `--serve` is the program's own, for Server."""
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--traces", type=_traces, default=traces, help=f"of {', '.join(TRACES)} (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=one_or_more, default=repeats, help="turns that are counted (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
 
 
 def case_of(trace: str) -> str:

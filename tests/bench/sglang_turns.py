@@ -100,16 +100,11 @@ def _profile(servers: dict[str, Server], case: str, trace: str, chosen: argparse
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    engine_turns.add_arguments(parser, traces="1k,6k", repeats=4)
     parser.add_argument("--backends", default="flashpage,fa3,triton", help="SGLang's names (default: %(default)s)")
-    parser.add_argument("--traces", default="1k,6k", help=f"of {', '.join(engine_turns.TRACES)} (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=4, help="turns that are counted (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="cards of each engine (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=200_000, help="room of each cache (default: %(default)s)")
     parser.add_argument("--profile", metavar="FILE", help="append kernels and host times of some steps; no rates")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="a tiny model")
-    parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
     chosen = parser.parse_args()
     if chosen.serve is not None:
         engine_turns.serve(lambda: engine_of(json.loads(chosen.serve)))
@@ -127,7 +122,7 @@ def main() -> None:
         servers = {name: Server(options_of(name, folder, chosen), folder / f"{name}.log") for name in names}
         for server in servers.values():
             server.answer()
-        for trace in ["tiny"] if chosen.small else chosen.traces.split(","):
+        for trace in ["tiny"] if chosen.small else chosen.traces:
             case = engine_turns.case_of(trace)
             if chosen.profile:
                 _profile(servers, case, trace, chosen, recorder)

@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 import engine_turns
 import torch
 from drawn_weights import draw_weights
-from engine_turns import LLAMA, SMALL_LLAMA, TRACES, Running, Server
+from engine_turns import LLAMA, SMALL_LLAMA, Running, Server, one_or_more
 from record import Recorder
 
 # Tokens of a request at most: more than the longest trace has (engine_turns.TRACES).
 _CONTEXT = 40960
 # Prompts that --check compares, their most tokens, and new tokens of each: enough to show a wrong backend, and quick.
 _CHECKED = (16, 1500, 16)
-# transformers' name of each, and options of ContinuousBatchingConfig on a card. By default FlashAttention has graphs,
-# for prompts too. "eager" writes all scores to memory, and takes part only if it is named.
+# transformers' name of each, and options of ContinuousBatchingConfig on a card. By default fpage has graphs of decodes,
+# and FlashAttention of all steps. "eager" writes all scores to memory, and takes part only if it is named.
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fpage": ("fpage", {}),
-    "fpage+graphs": ("fpage", {"use_cuda_graph": (False, True), "use_async_batching": True}),
+    "fpage": ("fpage", {"use_cuda_graph": False}),
+    "fpage+graphs": ("fpage", {}),
     "sdpa": ("sdpa", {}),
     "eager": ("paged|eager", {}),
     "flash_attention_2": ("flash_attention_2", {}),
@@ -117,8 +117,6 @@ def engine_of(options: Options) -> Running:
 
 def why_not(backend: str) -> str:
     """Why a backend cannot run here; empty if it can."""
-    if backend not in BACKENDS:
-        return f"there are {', '.join(BACKENDS)}"
     if not backend.startswith("flash_attention"):
         return ""
     from transformers import utils
@@ -159,21 +157,18 @@ def checked(answers: dict[str, list[list[int]]]) -> dict[str, list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    engine_turns.add_arguments(parser, traces="1k", repeats=3)
     usual = ",".join(name for name in BACKENDS if name != "eager")
     parser.add_argument("--backends", default=usual, help=f"of {', '.join(BACKENDS)} (default: %(default)s)")
-    parser.add_argument("--traces", default="1k", help=f"of {', '.join(TRACES)} (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="turns that are counted (default: %(default)s)")
-    parser.add_argument("--page-size", type=int, default=256, help="tokens of a page (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=200_000, help="room of each cache (default: %(default)s)")
+    parser.add_argument("--page-size", type=one_or_more, default=256, help="tokens of a page (default: %(default)s)")
+    parser.add_argument("--tokens", type=one_or_more, default=200_000, help="room of each cache (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare tokens with the first backend's; no rates")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="a tiny model")
-    parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
     chosen = parser.parse_args()
     if chosen.serve is not None:
         engine_turns.serve(lambda: engine_of(Options(*json.loads(chosen.serve))))
         return
+    if unknown := [name for name in chosen.backends.split(",") if name not in BACKENDS]:
+        parser.error(f"--backends {unknown[0]}: there are {', '.join(BACKENDS)}")
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -186,7 +181,7 @@ def main() -> None:
         sizes = (chosen.device, chosen.small, page_size, tokens)
         servers, refused = started(chosen.backends.split(","), sizes, Path(place))
         recorder = Recorder(chosen.json)
-        for trace in ["tiny"] if chosen.small else chosen.traces.split(","):
+        for trace in ["tiny"] if chosen.small else chosen.traces:
             case = engine_turns.case_of(trace)
             if chosen.check:
                 answers = {name: server.ask("check", trace) for name, server in servers.items()}

@@ -149,12 +149,10 @@ def engine_of(options: dict[str, Any]) -> Running:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    engine_turns.add_arguments(parser, traces="1k,6k", repeats=4)
     parser.add_argument("--model", default="llama", choices=MODELS, help="shape (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="instead of the shape's own")
     parser.add_argument("--backends", help="vLLM's names (default: CUSTOM, which is flashpage, and vLLM's for Hopper)")
-    parser.add_argument("--traces", default="1k,6k", help=f"of {', '.join(engine_turns.TRACES)} (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=4, help="turns that are counted (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="cards of each engine (default: %(default)s)")
     parser.add_argument("--kv-gib", type=float, default=16, help="memory of each cache (default: %(default)s)")
     parser.add_argument("--kv-dtype", default="auto", help="of the cache: auto, fp8, fp8_e5m2 (default: %(default)s)")
@@ -168,9 +166,6 @@ def main() -> None:
         metavar="FILE",
         help="append kernels and host times of some steps; one rank; an engine is then one process, and slower",
     )
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="a tiny model")
-    parser.add_argument("--json", metavar="FILE", help="append the figures to this file")
     chosen = parser.parse_args()
     if chosen.graphs and (chosen.eager or chosen.small):
         parser.error(
@@ -204,7 +199,7 @@ def main() -> None:
         shape = f"{chosen.model} of {model['num_hidden_layers']} layers"
         shape += "" if chosen.kv_dtype == "auto" else f", {chosen.kv_dtype} cache"
         shape += ", eager" if chosen.eager else ""
-        run(servers, shape, ["tiny"] if chosen.small else chosen.traces.split(","), chosen)
+        run(servers, shape, ["tiny"] if chosen.small else chosen.traces, chosen)
 
 
 def run(servers: dict[str, Server], shape: str, traces: list[str], chosen: argparse.Namespace) -> None:

@@ -342,8 +342,12 @@ def main() -> int:
     for name in names:
         if (base := f"{name.partition('-')[0]}-1") not in names:
             parser.error(f"--only {name} is compared with {base}: name it too")
-    if chosen.wide and (chosen.small or any(table[name]["model"] != "llama" for name in names)):
-        parser.error("--wide runs engines of a Llama, at its own size: name some with --only, and leave --small out")
+    if chosen.wide and (chosen.small or engine.module != "vllm"):
+        parser.error(
+            f"--wide has vLLM's engines at their own size: leave out {'--small' if chosen.small else '--wide'}"
+        )
+    if chosen.wide and (others := [name for name in names if table[name]["model"] != "llama"]):
+        parser.error(f"--wide runs a Llama alone, and {others[0]} is another model: name other engines with --only")
     if importlib.util.find_spec(engine.module) is None:
         print(f"skipped: {engine.name} is not installed")
         return 0

@@ -15,6 +15,7 @@ from torch.nn import attention
 from torch.nn.attention import varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from torch_operators import under_operators
 
 from flashpage import CapabilityError, torch_attention
 from flashpage.engines.pytorch import forward
@@ -40,14 +41,8 @@ def on(device: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
 @pytest.fixture
 def active(device: str) -> Iterator[str]:
     """The device, with flashpage under its operators."""
-    if device == "cpu":
-        registration = torch_attention.register("CPU")
+    with under_operators(device):
         yield device
-        registration.remove()
-    else:
-        attention.activate_flash_attention_impl("flashpage")
-        yield device
-        attention.restore_flash_attention_impl()
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ import graphs
 import pytest
 import reference
 import torch
-from torch.nn import attention
 from torch.nn.attention import varlen
+from torch_operators import under_operators
 
-from flashpage import torch_attention
 from flashpage.engines.pytorch import forward, registration
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
@@ -52,14 +51,8 @@ def active(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return lse
 
     monkeypatch.setattr(forward, "varlen", counted)
-    if device == "cpu":
-        ours = torch_attention.register("CPU")
+    with under_operators(device):
         yield device
-        ours.remove()
-    else:
-        attention.activate_flash_attention_impl("flashpage")
-        yield device
-        attention.restore_flash_attention_impl()
     assert done and all(done)
 
 

@@ -199,6 +199,14 @@ def test_block_tables_are_kept_for_ours_alone(kind: str) -> None:
         assert given.max_blocks_per_request == blocks
 
 
+def resolved(config: Any, device: str, **given: Any) -> Any:
+    """A ContinuousBatchingConfig with what transformers chooses for it."""
+    resolve = initialization.resolve_continuous_batching_config
+    more = {"device": torch.device(device)} if "device" in inspect.signature(resolve).parameters else {}
+    batching = transformers.generation.ContinuousBatchingConfig(**given)
+    return resolve(config, batching, None, has_logit_processors=False, **more)
+
+
 @pytest.mark.parametrize(
     ("given", "captures_decodes"),
     [
@@ -220,12 +228,9 @@ def test_steps_with_prompts_are_not_captured(
     monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph")
     config = transformers.LlamaConfig(num_hidden_layers=1)
     config._attn_implementation = hf.BATCHING_NAME
-    batching = transformers.generation.ContinuousBatchingConfig(**given)
-    resolve = initialization.resolve_continuous_batching_config
-    device = {"device": torch.device("cpu")} if "device" in inspect.signature(resolve).parameters else {}
     is_warned = given.get("use_cuda_graph") in ((True, True), (True, False))
     with pytest.warns(RuntimeWarning, match="without a graph") if is_warned else contextlib.nullcontext():
-        found = resolve(config, batching, None, has_logit_processors=False, **device)
+        found = resolved(config, "cpu", **given)
     assert found.use_cuda_graph == (False, captures_decodes)
 
 
@@ -250,11 +255,10 @@ def test_decodes_are_captured_on_a_card(
     model = SimpleNamespace(device=torch.device("cuda"), config=config)
     model.set_attn_implementation = functools.partial(setattr, config, "_attn_implementation")
     ContinuousBatchingManager.switch_to_cb_friendly_attn(SimpleNamespace(), model)
-    batching = transformers.generation.ContinuousBatchingConfig(**given)
-    resolve = initialization.resolve_continuous_batching_config
-    device = {"device": model.device} if "device" in inspect.signature(resolve).parameters else {}
-    found = resolve(config, batching, None, has_logit_processors=False, **device)
+    found = resolved(config, "cuda", **given)
     assert (found.use_cuda_graph, bool(found.use_async_batching)) == ((False, captures_decodes), is_async)
+    config._attn_implementation = hf.BATCHING_NAME
+    assert resolved(config, "cuda").use_cuda_graph == (False, False)  # a manager that is made later notes its own card
 
 
 @pytest.mark.parametrize("name", [hf.NAME, f"paged|{hf.NAME}", "eager"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import tiny_model
 import torch
+from engine_turns import LLAMA
 
 VOCABULARY = 1000
 SIZES = {
@@ -24,20 +25,12 @@ SMALL = {
     "intermediate_size": 256,
 }
 KV_HEADS = {"llama": 4, "mqa": 1}
-# The shape of Llama's 8B, with 16 layers and a small vocabulary.
-WIDE = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 14336,
-}
 
 
 def sizes_of(name: str, is_small: bool, is_wide: bool) -> dict[str, int]:
+    """`is_wide`: the shape of Llama's 8B with 16 layers; the vocabulary stays small."""
     if is_wide:
-        return WIDE
+        return {key: LLAMA[key] for key in (*SIZES, "num_key_value_heads")}
     return (SMALL if is_small else SIZES) | {"num_key_value_heads": KV_HEADS[name]}
 
 

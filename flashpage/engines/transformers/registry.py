@@ -72,11 +72,12 @@ def _keep_tables(original: Callable[..., Any], config: Any, cb_config: Any, user
     kinds = initialization.group_layers_by_attn_type(config)
     if not all(initialization.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds):
         cb_config.max_blocks_per_request = 0
-    _capture_decodes_alone(cb_config)
+    _capture_decodes_alone(cb_config, _is_on_card.get())
+    _is_on_card.set(False)  # it was noted for this manager alone
     return None
 
 
-def _capture_decodes_alone(cb_config: Any) -> None:
+def _capture_decodes_alone(cb_config: Any, is_on_card: bool) -> None:
     """Chooses graphs before transformers does, which would capture all steps if a size of padding is given. If the user
     has not chosen, decodes are captured on a card, and a step is prepared while the one before it runs, which is what
     transformers does for FlashAttention."""
@@ -85,7 +86,7 @@ def _capture_decodes_alone(cb_config: Any) -> None:
         padding = ("q_padding_interval_size", "kv_padding_interval_size")
         has_padding = any(getattr(cb_config, name) != initialization.FALLBACK_DEFAULTS[name] for name in padding)
         is_compiled = getattr(cb_config, "decode_compile_config", None) is not None  # perhaps with graphs of its own
-        wants_graphs = has_padding or (_is_on_card.get() and not is_compiled)
+        wants_graphs = has_padding or (is_on_card and not is_compiled)
     else:
         prompts, wants_graphs = cb_config.cuda_graph_booleans
         if prompts and not isinstance(chosen, bool):

@@ -45,8 +45,7 @@ struct alignas(32) TickedRequest {
 };
 
 // Where lanes may end: the rules of Partitioner::end_of and cut_inside, in ticks. A step of tokens is a power of two,
-// so
-// `& -step` rounds down to a step.
+// so `& -step` rounds down to a step.
 struct TickedRules {
   TickedRules(const CostModel& model, const CutRules& rules)
       : step(rules.step.divisor),

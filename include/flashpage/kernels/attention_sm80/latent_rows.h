@@ -51,7 +51,8 @@ struct LatentAttention {
   FP_DEVICE static int thread() { return ptx::thread_index(); }
   FP_DEVICE static int lane() { return ptx::thread_index() % 32; }
   // The warp's first row; below, its first value column.
-  FP_DEVICE static int warp_row() { return thread() / 32 / Traits::warps_v * S::rows_a_warp; }
+  FP_DEVICE static int warp_row() { return group() * S::rows_a_warp; }
+  FP_DEVICE static int group() { return thread() / 32 / Traits::warps_v; }
   // The warp's number in its group: its part of the columns.
   FP_DEVICE static int part() { return thread() / 32 % Traits::warps_v; }
   FP_DEVICE static int first_column() { return part() * S::value_columns; }
@@ -121,7 +122,7 @@ struct LatentAttention {
     auto nothing = [](int) {};
     if constexpr (ScoreParts<Traits>::are_even) {
       ScoreParts<Traits>::multiply(scores, rows, query, part(), lane());
-      shared.score_parts.add(scores, thread() / 32 / Traits::warps_v, part(), lane());
+      shared.score_parts.add(scores, group(), part(), lane());
     } else {
       multiply_keys<Traits>(
           scores, rows, lane(),
