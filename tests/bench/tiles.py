@@ -28,6 +28,7 @@ PREFILLS = (
     Case("1 x 16k, full", 1, 16384, 16384, causal=False),
     Case("16 x 1k", 16, 1024, 1024),
     Case("4 x 4k, d 64", 4, 4096, 4096, head_dim=64),
+    Case("4 x 4k, d 64, 64/8 heads, sinks", 4, 4096, 4096, num_q_heads=64, head_dim=64, has_sinks=True),
 )
 
 
@@ -41,6 +42,9 @@ def tiles_of(case: Case, card: devices.Device) -> dict[str, Tile | None]:
             "4 warps, one CTA": Tile(16, 64, 1, 4, 4, 1, **whole),
             "2 warps, one CTA": Tile(16, 32, 1, 2, 4, 1, **whole),
         }
+    if case.head_dim <= 64:
+        wide = {"128 x 64": Tile(128, 64, 4, 1, 1, 2), "128 x 48, two stages": Tile(128, 48, 4, 1, 2, 2)}
+        return {"own": None, "128 x 32": Tile(128, 32, 4, 1, 1, 3), "64 x 64": Tile(64, 64, 4, 1, 1, 3)} | wide
     few = {"own": None, "64 x 48": Tile(64, 48, 4, 1, 1, 2), "64 x 32": Tile(64, 32, 4, 1, 1, 2)}
     eight = {"128 x 48, 8 warps, two stages": Tile(128, 48, 8, 1, 2, 1)}
     return few | eight | {"128 x 48, two stages": Tile(128, 48, 4, 1, 2, 2), "128 x 48": Tile(128, 48, 4, 1, 1, 2)}
@@ -56,7 +60,8 @@ def planned(batch: Batch, tile: Tile | None) -> Callable[[], torch.Tensor]:
     with mock.patch.object(choose, "ATTENTION", [kernel]):
         wrapper.plan(*indices, *heads, causal=case.causal, q_data_type=batch.q.dtype)
     out = torch.empty_like(batch.q)
-    return lambda: wrapper.run(batch.q, batch.cache, out=out)
+    sinks = {} if batch.sinks is None else {"sinks": batch.sinks}
+    return lambda: wrapper.run(batch.q, batch.cache, out=out, **sinks)
 
 
 def measure(case: Case, card: devices.Device, clock: GpuClock, rounds: int) -> None:

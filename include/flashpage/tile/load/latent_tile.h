@@ -9,17 +9,29 @@
 
 namespace flashpage {
 
-// Copies chunks of `bytes` of one part of the rows; place(row, byte) returns the shared address.
+// Copies `bytes` of one part of the rows; place(row, byte) returns the shared address. A warp copies whole rows if each
+// lane has a chunk of them, and looks up their addresses once.
 template <int bytes, int tokens, int threads, class Place>
 FP_DEVICE void copy_latent_part(const u8* const (&from)[tokens], const bool (&exists)[tokens], int thread,
                                 Place&& place) {
   if constexpr (bytes > 0) {
     constexpr int chunk = bytes % 8 ? 4 : bytes % 16 ? 8 : 16, chunks = bytes / chunk;
     static_assert(bytes % chunk == 0);
+    if constexpr (chunks % 32 == 0 && tokens % (threads / 32) == 0) {
+#pragma unroll
+      for (int row = thread / 32; row < tokens; row += threads / 32) {
+        const u8* source = from[row] + thread % 32 * chunk;
+        const bool is_there = exists[row];
+#pragma unroll
+        for (int byte = 0; byte < bytes; byte += 32 * chunk)
+          ptx::cp_async<chunk>(place(row, thread % 32 * chunk + byte), source + byte, is_there);
+      }
+    } else {
 #pragma unroll 4
-    for (int i = thread; i < tokens * chunks; i += threads) {
-      const u32 row = i / chunks, byte = i % chunks * chunk;
-      ptx::cp_async<chunk>(place(row, byte), from[row] + byte, exists[row]);
+      for (int i = thread; i < tokens * chunks; i += threads) {
+        const u32 row = i / chunks, byte = i % chunks * chunk;
+        ptx::cp_async<chunk>(place(row, byte), from[row] + byte, exists[row]);
+      }
     }
   }
 }
