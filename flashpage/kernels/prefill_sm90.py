@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -35,9 +36,25 @@ from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work, inner_loop
 
-_SHORT_TILE_TOKENS = 128
+
+@dataclasses.dataclass(frozen=True)
+class _ShortTile:
+    """The tokens of a tile for rows that see few, of one pair of head dims (docs/tried.md)."""
+
+    tokens: int
+    most_seen: float  # tokens that a row sees, on average
+    most_in_window: int  # tokens that the rows of a unit see if there is a window; 0: no limit by windows
+    most_of_few: float = 0.0  # as most_seen, if packed rows make at most two units for each SM
+
+
+# The shorter tiles of wide heads leave room for Q of two units, so that a unit starts while the one before ends.
+_SHORT_TILES = {
+    (128, 128): _ShortTile(128, 320, 0, most_of_few=640),
+    (192, 128): _ShortTile(96, 1024, 1152),
+    (256, 256): _ShortTile(48, 0, 600),
+}
 PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the rows; they count as one CTA below"
-SHORT_NOTE = f"rows see few tokens: tiles of {_SHORT_TILE_TOKENS}"
+SHORT_NOTE = "rows see few tokens: tiles of fewer tokens"
 FEW_NOTE = "rows are few: one warpgroup computes, and an SM has two CTAs"
 
 
@@ -139,9 +156,7 @@ _WIDEST_OF_PAIRS = 192
 # a row sees so many tokens (docs/tried.md).
 _MOST_OF_PAIRS = 1.04
 _MANY_TOKENS, _MOST_OF_MANY_TOKENS = 2048, 1.1
-# Tokens that a row sees; the second number applies if packed rows make at most two units for each SM. Shorter tiles
-# take 2 to 5% less time there, and 2% more elsewhere (docs/tried.md).
-_SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_ROWS_OF_SM = 320, 640, 2 * 128
+_FEW_ROWS_OF_SM = 2 * 128  # packed rows that make two units for each SM
 # Tokens that a row sees if packed rows make at most one unit for each half of an SM: 10 to 20% less time
 # (docs/tried.md). Longer units are cut anyway, and two warpgroups in one CTA compute faster than two CTAs.
 _ROWS_OF_HALVES = 64  # packed rows of each of two CTAs on an SM: those of one warpgroup
@@ -169,14 +184,15 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
     least_tokens = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
     has_short_window = 0 <= options.window_left < least_tokens - 1
     prefill_rows = math.nextafter(64 / group, math.inf)  # of a request, at least; fewer are decode
-    # Only these sizes have tiles of this class; others would prepare the same kernel twice.
-    has_short = options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
-    rows_of_two_units = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)  # rows of q, for two units on each SM
     rows = []
     if _has_tiles_of_few(options):
         few = _FEWEST_ROWS_OF_SM * card.sms // options.num_q_heads
         rows.append(context_row(ContextClass.FEW, few, prefill_rows, most_tokens=_CONTEXT_OF_FEWEST))
         rows.append(context_row(ContextClass.FEW, ANY_ROWS, prefill_rows, most_tokens=_CONTEXT_OF_HALVES))
+    short_rows = _short_rows(options, card, prefill_rows)
+    are_wide = max(options.head_dim_qk, options.head_dim_vo) > 128
+    if are_wide:  # their short tiles gain more than pairs
+        rows += short_rows
     usual_tile = 192 if _usual_may_be_tall(options) else 128
     if has_short_window and group >= _GROUP_OF_WINDOWS and _other_may_be_tall(options):
         two_windows = 2.0 * (options.window_left + 1)  # from there on most rows see the whole window
@@ -196,10 +212,22 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
         for least, most in ((least_tokens, _MOST_OF_PAIRS), (many_tokens, _MOST_OF_MANY_TOKENS)):
             pairs = Padding(2 * usual_tile, usual_tile, most)
             rows.append(context_row(ContextClass.LONG, ANY_ROWS, prefill_rows, least_tokens=least, padding=pairs))
-    if has_short:
-        rows.append(context_row(ContextClass.SHORT, rows_of_two_units, prefill_rows, most_tokens=_SHORT_CONTEXT_OF_FEW))
-        rows.append(context_row(ContextClass.SHORT, ANY_ROWS, prefill_rows, most_tokens=_SHORT_CONTEXT))
-    return rows
+    return rows if are_wide else rows + short_rows
+
+
+def _short_rows(options: Options, card: Device, prefill_rows: float) -> list[native.ContextRow]:
+    """The batches that take the head dims' short tile. Other head dims have none, so that no kernel is prepared
+    twice."""
+    short = _SHORT_TILES.get((options.head_dim_qk, options.head_dim_vo))
+    if short is None or options.kv_dtype.is_fp8:
+        return []
+    row = functools.partial(context_row, ContextClass.SHORT, least_rows_of_request=prefill_rows)
+    in_unit = options.window_left + 1 + 128 / options.group_size  # tokens that the rows of a unit see
+    if options.window_left >= 0 and in_unit <= short.most_in_window:
+        return [row(ANY_ROWS)]
+    rows_of_two_units = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)
+    limits = ((rows_of_two_units, short.most_of_few), (ANY_ROWS, short.most_seen))
+    return [row(most_rows, most_tokens=most) for most_rows, most in limits if most]
 
 
 def _has_whole_groups(options: Options) -> bool:
@@ -242,8 +270,9 @@ def _context_tile(spec: KernelSpec, contexts: ContextClass) -> tuple[Tile, str] 
         return _few_rows_tile(spec), FEW_NOTE
     if contexts is ContextClass.LONG and _may_pair(spec, loop, widest):
         return spec.tile.paired(), PAIRS_NOTE
-    if contexts is ContextClass.SHORT and is_plain and spec.head_dim_qk == spec.head_dim_vo == 128:
-        return dataclasses.replace(spec.tile, tile_kv=_SHORT_TILE_TOKENS), SHORT_NOTE  # other dims were not tried
+    short = _SHORT_TILES.get((spec.head_dim_qk, spec.head_dim_vo))
+    if contexts is ContextClass.SHORT and is_plain and short:
+        return dataclasses.replace(spec.tile, tile_kv=short.tokens), SHORT_NOTE
     return None
 
 
@@ -311,6 +340,7 @@ _AHEAD = (
         Ahead(BF16, BF16, (128, 128), 128, size, contexts=contexts)
         for size, contexts in itertools.product(_BOTH, (ContextClass.SHORT, ContextClass.FEW))
     ),
+    Ahead(BF16, BF16, (192, 128), 128, RAGGED, contexts=ContextClass.SHORT),
     Ahead(BF16, BF16, (128, 128), 128, ONE_TOKEN),
     *more(
         *(Ahead(BF16, E4M3, (d, d), 128) for d in HEAD_DIMS),

@@ -1,7 +1,7 @@
 """Tiles of attention_sm80 under another card's limits: microseconds of the card's own tile and of others, in turns.
 
-Plans have as many CTAs an SM as the other card's shared memory allows, on all SMs of the card here, so only ratios
-between tiles of equal CTAs an SM hold for the other card's rates:
+Plans have as many CTAs an SM as the other card's shared memory allows, on all SMs of the card here and by its speed, so
+only ratios between tiles of equal CTAs an SM hold for the other card's rates:
 
     python tests/bench/tiles.py --card "RTX 4090"
 """
@@ -83,8 +83,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15, help="replays in each round, of which the median counts")
     arguments = parser.parse_args()
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    card = dataclasses.replace(devices.named(arguments.card), sms=sms)
+    here, card = devices.of(torch.device("cuda:0")), devices.named(arguments.card)
+    # Prices of the card here: by those of a slower one, units would be cut and shared out as they would take there.
+    card = dataclasses.replace(card, sms=here.sms, l2_bytes=here.l2_bytes, gbps=here.gbps, tflops=here.tflops)
     clock = GpuClock(arguments.repeats)
     print("| case | tile | us |\n| --- | --- | --- |")
     with mock.patch.object(devices, "of", lambda device: card if device.type == "cuda" else devices.CPU):

@@ -86,7 +86,9 @@ def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, t
         ({"page_size": 1}, VariantSpec(), 160, False),
         ({"has_mask": True}, VariantSpec(), 160, False),
         ({}, builtin(soft_cap=30.0).spec, 80, False),
-        ({"head_dim_qk": 192}, VariantSpec(), 128, False),
+        ({"head_dim_qk": 192}, VariantSpec(), 96, True),
+        ({"head_dim_qk": 256, "head_dim_vo": 256}, VariantSpec(), 48, True),
+        ({"head_dim_qk": 192, "head_dim_vo": 192}, VariantSpec(), 80, False),
     ],
 )
 def test_short_contexts_have_short_tiles(
@@ -202,6 +204,29 @@ def test_windows_of_taller_tiles(changed: dict[str, Any], window: int, rows: int
     options = dataclasses.replace(base, window_left=window - 1, **changed)
     found = ContextLengths(options, devices.H200).of([rows] * 64, [tokens] * 64)
     assert (found is ContextClass.OTHER_HEIGHT) == is_taller
+
+
+@pytest.mark.parametrize(
+    ("dims", "heads", "window", "tokens", "is_short"),
+    [
+        ((192, 128), 16, 0, 2048, True),  # a row sees 1,024 tokens
+        ((192, 128), 16, 0, 2200, False),
+        ((192, 128), 256, 0, 2048, True),  # pairs would read K and V for groups of 16, but gain less
+        ((192, 128), 16, 1024, 9000, True),
+        ((192, 128), 16, 1025, 9000, False),  # a unit's rows span 128 tokens, and see 1,153
+        ((256, 256), 16, 0, 512, False),
+        ((256, 256), 32, 512, 9000, True),
+        ((256, 256), 16, 512, 9000, False),
+    ],
+)
+def test_wide_heads_have_short_tiles(
+    dims: tuple[int, int], heads: int, window: int, tokens: int, is_short: bool
+) -> None:
+    """`heads` of 16 KV heads; a window of 0 is none."""
+    sizes: dict[str, Any] = {"head_dim_qk": dims[0], "head_dim_vo": dims[1], "num_q_heads": heads, "num_kv_heads": 16}
+    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, window_left=window - 1, **sizes)
+    found = ContextLengths(options, devices.H200).of([tokens] * 64, [tokens] * 64)
+    assert (found is ContextClass.SHORT) is is_short
 
 
 def test_prompts_count_by_their_rows_as_well_as_by_their_number() -> None:
