@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
@@ -13,7 +14,7 @@ from ....run.checks import NO_SCALES
 from ...plugin.layers import LayerOptions
 from ...plugin.parts import LayerTensors
 from .. import cache_layout, rotate
-from . import cache, causal_flags, fusion
+from . import cache, causal_flags, fusion, image_ranges
 from .step import Step
 
 
@@ -59,7 +60,9 @@ class FlashpageImpl(AttentionImpl):
             is_encoder=self.is_encoder,
         )
         config = get_current_vllm_config()
-        refused = causal_flags.refusal(config, self.options, self.dcp_world_size)
+        refused = causal_flags.refusal(config, self.options, self.dcp_world_size) or image_ranges.refusal(
+            config, self.options, self.dcp_world_size, envs.VLLM_BATCH_INVARIANT
+        )
         if refused is not None:
             raise NotImplementedError(refused)
         fusion.prepare(config)
