@@ -176,10 +176,10 @@ def test_two_ranks_by_ray(executor: str, folder: Path, models: dict[str, Path], 
     assert found["tokens"] == expected["llama"]
 
 
-def test_rotation_and_write_are_one_operator(folder: Path, models: dict[str, Path]) -> None:
+def test_operators_of_compiled_graphs_that_become_one(folder: Path, models: dict[str, Path]) -> None:
     needs(CPU)
     given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
-    call([str(SUPPORT / "vllm_rotation.py"), str(models["llama"])], given, folder)
+    call([str(SUPPORT / "vllm_fusions.py"), str(models["llama"])], given, folder)
 
 
 def test_the_example(folder: Path) -> None:

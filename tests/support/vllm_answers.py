@@ -9,9 +9,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import vllm_latent
 from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8StaticTensorSym
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -270,6 +272,33 @@ def check_images() -> None:
         run(step, scene.form.layer(), scene.tensors())
 
 
+def check_outputs() -> None:
+    """A layer that vLLM's pass changed writes e4m3. It learns that in the run by which vLLM measures memory; one that
+    did not, or that kernels do not serve so, quantizes after attention."""
+    scene, scale = Scene(Form(), [1, 7], [50, 9], "cpu"), torch.full((1, 1), 0.004)
+    quantized = (scene.expected() / scale).clamp(-448, 448)
+    with vllm_latent.configured(), mock.patch.object(fusion, "prepare"):
+        impls = [FlashpageImpl(4, 64, scene.form.scale, 2) for _ in range(2)]
+        encoder = FlashpageImpl(4, 64, scene.form.scale, 2, attn_type="encoder_only")
+    assert impls[0].fused_output_quant_supported(kFp8StaticTensorSym)
+    assert not impls[0].fused_output_quant_supported(kFp8DynamicTensorSym)
+    assert not encoder.fused_output_quant_supported(kFp8StaticTensorSym)
+    q, k, v, *_ = scene.tensors()
+    for impl, is_told in zip(impls, (True, False), strict=True):
+        out = torch.empty(q.shape, dtype=torch.float8_e4m3fn)
+        if is_told:
+            assert not impl.forward(None, q, k, v, scene.cache, None, out, scale).float().any()
+        given = config()
+        given.compilation_config.static_forward_context["layer"] = SimpleNamespace(impl=impl)
+        builder = FlashpageBuilder(SimpleNamespace(block_size=16), ["layer"], given, torch.device("cpu"))
+        assert builder.use_cascade_attention(512, np.full(16, 2), 4, 2, False, False, False, 132, 1) is not is_told
+        impl.forward(None, q, k, v, scene.cache, builder.build(0, common_of(scene)), out, scale)
+        (kind,) = builder._planner.plans.of(Use.ROWS)
+        assert (kind.out_dtype is torch.float8_e4m3fn) is is_told
+        error = (out[: scene.rows].double() - quantized).abs()
+        assert bool((error <= quantized.abs() * 2**-4 + 1).all()), is_told
+
+
 def check_ranks() -> None:
     """With context parallelism only uniform batches are captured, of drafts too."""
     for drafts in (0, 2):
@@ -315,6 +344,7 @@ if __name__ == "__main__":
     check_builder()
     check_canvas()
     check_images()
+    check_outputs()
     check_ranks()
     check_another_block_table()
     vllm_latent.check()

@@ -220,6 +220,7 @@ class GroupPlans:
             "sm_scale": values.sm_scale,
             "q_data_type": sizes.q_dtype,
             "kv_data_type": sizes.q_dtype if use.is_own else sizes.kv_dtype,
+            "o_data_type": kind.out_dtype,
             "own": {"variant": self._mask if use.is_masked else variant_of(kind, self.device)},
         }
         page_size = 0 if use is Use.RAGGED else 1 if use.is_own else sizes.page_size

@@ -111,7 +111,8 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         dcp_world_size: int,
     ) -> bool:
         """vLLM 0.26 calls this once a step and group; 0.32 has no cascades."""
-        if use_alibi or use_local_attention or dcp_world_size > 1:
+        has_e4m3 = any(impl.options.kind.out_dtype is not None for impl in self._impls)  # merged states have 16 bits
+        if use_alibi or use_local_attention or dcp_world_size > 1 or has_e4m3:
             return False
         heads = num_query_heads, num_kv_heads
         return cascade.is_worth(common_prefix_len, query_lens, *heads, use_sliding_window, num_sms)
