@@ -31,5 +31,5 @@ def is_static_e4m3(quant_key: Any) -> bool:
 def quantize(rows: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Writes rows to `out` in e4m3, divided by the scale: for layers that a pass changed and kernels do not serve so.
     vLLM's pattern has no layer's name, so it changes all layers if one is served."""
-    most = torch.finfo(out.dtype).max
+    most = torch.finfo(out.dtype).max  # numbers beyond it become NaN in older versions of torch
     return out.copy_((rows.float() / scale).clamp_(-most, most))
