@@ -15,6 +15,7 @@ from typing import Any
 import alone_or_together
 import encoder_models
 import get_vllm
+import image_models
 import programs
 import pytest
 import tiny_model
@@ -176,10 +177,10 @@ def test_two_ranks_by_ray(executor: str, folder: Path, models: dict[str, Path], 
     assert found["tokens"] == expected["llama"]
 
 
-def test_rotation_and_write_are_one_operator(folder: Path, models: dict[str, Path]) -> None:
+def test_operators_of_compiled_graphs_that_become_one(folder: Path, models: dict[str, Path]) -> None:
     needs(CPU)
     given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
-    call([str(SUPPORT / "vllm_rotation.py"), str(models["llama"])], given, folder)
+    call([str(SUPPORT / "vllm_fusions.py"), str(models["llama"])], given, folder)
 
 
 def test_the_example(folder: Path) -> None:
@@ -244,6 +245,20 @@ def test_cross_attention(folder: Path) -> None:
     assert found["attention"] == [OURS, CROSS]
     assert found["plans"]["not causal"] > 0
     assert found["tokens"] == encoder_models.expected_transcripts(whisper, NEW_TOKENS, prompts)
+
+
+def test_images(folder: Path) -> None:
+    """A PaliGemma 2, in which the tokens of an image see each other in both directions, in layers with windows and
+    without. vLLM's own attention for the CPU hides the later ones."""
+    needs(CPU)
+    paligemma = image_models.write_paligemma(folder / "paligemma")
+    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    own = {"skip_tokenizer_init": False, "disable_chunked_mm_input": True}  # as vLLM sets it on cards
+    model = {"model": str(paligemma), "answer": "see", "prompts": image_models.questions()}
+    (found,) = answers(folder, [model], given, **own)
+    assert found["attention"] == [OURS]
+    assert found["tokens"] == image_models.expected_tokens(paligemma, NEW_TOKENS)
+    assert found["tokens"] != image_models.expected_tokens(paligemma, NEW_TOKENS, is_causal=True)
 
 
 def test_batch_invariance(folder: Path, models: dict[str, Path]) -> None:

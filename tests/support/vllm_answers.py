@@ -9,9 +9,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import vllm_latent
 from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8StaticTensorSym
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -52,6 +54,8 @@ SERVED: list[dict[str, Any]] = [
     {"has_sliding_window": True, "has_sink": True, "kv_cache_dtype": "fp8_e4m3"},
     {"use_non_causal": True},
     {"use_batch_invariant": True},
+    {"use_mm_prefix": True},
+    {"use_mm_prefix": True, "has_sliding_window": True, "head_size": 256, "kv_cache_dtype": "fp8"},
     {"attn_type": "encoder_only"},
     {"attn_type": "encoder_decoder"},
     {"use_dcp": True},
@@ -65,7 +69,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_dtype": "float16"}, "flashpage: no kernel can honour this request"),
     ({"use_mla": True}, "MLA"),
     ({"use_sparse": True}, "sparse"),
-    ({"use_mm_prefix": True}, "partial multimodal"),
     ({"use_per_head_quant_scales": True}, "per-head quant"),
     ({"device_capability": TURING}, "compute capability"),
 ]
@@ -86,6 +89,9 @@ def check_answers() -> None:
         with vllm_latent.configured(context_ranks=ranks_of_contexts):
             assert len(backend.validate_configuration(**USUAL | {"has_sliding_window": True})) == count
             assert backend.validate_configuration(**USUAL) == []
+            assert len(backend.validate_configuration(**USUAL | {"use_mm_prefix": True})) == count
+            images = USUAL | {"use_mm_prefix": True, "use_batch_invariant": True}
+            assert len(backend.validate_configuration(**images)) == count + 1
 
 
 def check_layers() -> None:
@@ -109,6 +115,19 @@ def check_layers() -> None:
     assert "no diffusion models" in reason
 
 
+def check_layers_that_see_images() -> None:
+    """vLLM's platform for the CPU asks no backend whether it serves a model, so layers do."""
+    others = {"model_config": SimpleNamespace(is_mm_prefix_lm=True)}
+    with vllm_latent.configured(others=others), mock.patch.object(fusion, "prepare"):
+        FlashpageImpl(4, 64, 0.1)
+        try:
+            FlashpageImpl(4, 64, 0.1, alibi_slopes=[0.5, 0.25, 0.1, 0.05])
+        except NotImplementedError as error:
+            assert "not served with ALiBi" in str(error), error
+        else:
+            raise AssertionError("ALiBi was not refused")
+
+
 def check_own_choice() -> None:
     """With FLASHPAGE_VLLM=on vLLM's own choice on a card, where no backend is named, is flashpage."""
     for operators in ("vllm._C", "vllm._C_stable_libtorch"):
@@ -117,6 +136,8 @@ def check_own_choice() -> None:
 
     usual = AttentionSelectorConfig(128, torch.bfloat16, "auto", None)
     ours = "flashpage.engines.vllm.plugin.backend.InPlaceOf"
+    has_own = "TRITON_FLASH_ATTN" in AttentionBackendEnum.__members__  # newer versions have backends for images
+    images = usual._replace(head_size=256, use_mm_prefix=True)
     overrides = "vllm.v1.attention.backends.registry._ATTN_OVERRIDES"
     with mock.patch.dict(overrides, clear=True), mock.patch.dict(os.environ, FLASHPAGE_VLLM="on"):
         register()
@@ -124,9 +145,12 @@ def check_own_choice() -> None:
             for given in (usual, usual._replace(head_size=80, has_sink=True, has_sliding_window=True)):
                 with mock.patch.object(CudaPlatformBase, "get_device_capability", return_value=card):
                     assert CudaPlatformBase.get_attn_backend_cls(None, given, 32) == ours + place, (card, given)
+            with mock.patch.object(CudaPlatformBase, "get_device_capability", return_value=card):
+                found = CudaPlatformBase.get_attn_backend_cls(None, images, 32)
+            assert found == ours + ("Triton" if has_own and card is not AMPERE else "") + place, (card, found)
     with mock.patch.dict(overrides, clear=True), mock.patch.dict(os.environ, FLASHPAGE_VLLM="off"):
         register()
-        for name in ("FLASH_ATTN", "FLASHINFER", "CPU_ATTN"):
+        for name in ("FLASH_ATTN", "FLASHINFER", "CPU_ATTN", *(["TRITON_FLASH_ATTN"] if has_own else [])):
             assert not AttentionBackendEnum[name].is_overridden(), name
 
 
@@ -230,6 +254,51 @@ def check_canvas() -> None:
     assert set(builder._planner.plans._attentions) == {Use.MASKED_IN_GRAPH}
 
 
+def check_images() -> None:
+    """Only decodes are captured, none with drafts; a step with an image has a mask."""
+    for mode, drafts, lens, ranges, uses in (
+        ("FULL", 0, [1, 1], [(2, 8)], {Use.DECODE_IN_GRAPH}),
+        ("FULL", 0, [1, 20], [(12, 28)], {Use.DECODE, Use.MASKED}),
+        ("FULL", 0, [1, 20], [], {Use.ROWS}),
+        ("FULL_AND_PIECEWISE", 2, [3, 3], [], {Use.FEW_ROWS}),
+        ("FULL_AND_PIECEWISE", 2, [3, 3], [(12, 29)], {Use.FEW_ROWS, Use.MASKED}),
+    ):
+        given, scene = config(mode, drafts), Scene(Form(), lens, [9, 30], "cpu")
+        given.model_config.is_mm_prefix_lm, given.model_config.hf_text_config = True, SimpleNamespace()
+        builder = builder_of(scene, given)
+        assert builder.get_cudagraph_support(given, None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        step = builder.build(0, common_of(scene).replace(mm_req_doc_ranges={0: [], 1: ranges}))
+        assert set(builder._planner.plans._attentions) == uses, (mode, lens)
+        run(step, scene.form.layer(), scene.tensors())
+
+
+def check_outputs() -> None:
+    """A layer that vLLM's pass changed writes e4m3. It learns that in the run by which vLLM measures memory; one that
+    did not, or that kernels do not serve so, quantizes after attention."""
+    scene, scale = Scene(Form(), [1, 7], [50, 9], "cpu"), torch.full((1, 1), 0.004)
+    quantized = (scene.expected() / scale).clamp(-448, 448)
+    with vllm_latent.configured(), mock.patch.object(fusion, "prepare"):
+        impls = [FlashpageImpl(4, 64, scene.form.scale, 2) for _ in range(2)]
+        encoder = FlashpageImpl(4, 64, scene.form.scale, 2, attn_type="encoder_only")
+    assert impls[0].fused_output_quant_supported(kFp8StaticTensorSym)
+    assert not impls[0].fused_output_quant_supported(kFp8DynamicTensorSym)
+    assert not encoder.fused_output_quant_supported(kFp8StaticTensorSym)
+    q, k, v, *_ = scene.tensors()
+    for impl, is_told in zip(impls, (True, False), strict=True):
+        out = torch.empty(q.shape, dtype=torch.float8_e4m3fn)
+        if is_told:
+            assert not impl.forward(None, q, k, v, scene.cache, None, out, scale).float().any()
+        given = config()
+        given.compilation_config.static_forward_context["layer"] = SimpleNamespace(impl=impl)
+        builder = FlashpageBuilder(SimpleNamespace(block_size=16), ["layer"], given, torch.device("cpu"))
+        assert builder.use_cascade_attention(512, np.full(16, 2), 4, 2, False, False, False, 132, 1) is not is_told
+        impl.forward(None, q, k, v, scene.cache, builder.build(0, common_of(scene)), out, scale)
+        (kind,) = builder._planner.plans.of(Use.ROWS)
+        assert (kind.out_dtype is torch.float8_e4m3fn) is is_told
+        error = (out[: scene.rows].double() - quantized).abs()
+        assert bool((error <= quantized.abs() * 2**-4 + 1).all()), is_told
+
+
 def check_ranks() -> None:
     """With context parallelism only uniform batches are captured, of drafts too."""
     for drafts in (0, 2):
@@ -268,11 +337,14 @@ if __name__ == "__main__":
     check_collectives()
     check_answers()
     check_layers()
+    check_layers_that_see_images()
     check_own_choice()
     check_variables_for_ray()
     check_kinds()
     check_builder()
     check_canvas()
+    check_images()
+    check_outputs()
     check_ranks()
     check_another_block_table()
     vllm_latent.check()

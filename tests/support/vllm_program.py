@@ -1,9 +1,9 @@
 """A real vLLM engine in a process of its own: `python vllm_program.py JOB.json OUT.json`.
 
 A job has `prompts`, `options` of `LLM`, and `models`, each with options of its own. A model may have `prompts` of its
-own too, `is_cascading` (vLLM 0.26 has cascades, and switches them off on the CPU), and `answer`: "embed", or
-"transcribe" sounds. With `ray_cards` workers are actors of a Ray with so many. The output has each model's tokens, or
-embeddings; the modules of its layers' attention, as the processes that run the model say; and what our builder was
+own too, `is_cascading` (vLLM 0.26 has cascades, and switches them off on the CPU), and `answer`: "embed", "transcribe"
+sounds, or "see" images. With `ray_cards` workers are actors of a Ray with so many. The output has each model's tokens,
+or embeddings; the modules of its layers' attention, as the processes that run the model say; and what our builder was
 asked for and planned, and how many guesses were accepted, if all is one process.
 """
 
@@ -14,9 +14,11 @@ import json
 import os
 import sys
 from collections import Counter
+from types import ModuleType
 from typing import Any
 
 from encoder_models import RATE, sounds
+from image_models import images
 
 NEW_TOKENS = 12
 OPTIONS: dict[str, Any] = {
@@ -73,6 +75,15 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = lambda function: function()
 
 
+def leave_out_pixtral() -> None:
+    """vLLM compares an image encoder with Pixtral's, whose file needs a package of Mistral's."""
+    from transformers import PixtralVisionConfig
+
+    module: Any = ModuleType("vllm.model_executor.models.pixtral")
+    module.PixtralHFEncoderInfo, module.PixtralVisionConfig = object, PixtralVisionConfig
+    sys.modules[module.__name__] = module
+
+
 def start_cascades(worker: Any) -> None:
     worker.model_runner.cascade_attn_enabled, worker.model_runner.num_sms = True, 4
 
@@ -95,6 +106,12 @@ def answer(llm: Any, how: str, prompts: list[list[int]]) -> list[list[Any]]:
     if how == "transcribe":
         audio = [{"prompt": "", "multi_modal_data": {"audio": (sound, RATE)}} for sound in sounds(len(prompts))]
         given = [{"encoder_prompt": a, "decoder_prompt": b} for a, b in zip(audio, given, strict=True)]
+    if how == "see":
+        from PIL import Image
+
+        for prompt, pixels in zip(given, images(len(prompts)), strict=True):
+            if pixels is not None:
+                prompt["multi_modal_data"] = {"image": Image.fromarray(pixels)}
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     return [list(found.outputs[0].token_ids) for found in llm.generate(given, params, use_tqdm=False)]
 
@@ -111,6 +128,8 @@ def main(job_path: str, out_path: str) -> None:
     for model in job["models"]:
         prompts, how = model.pop("prompts", job["prompts"]), model.pop("answer", "generate")
         is_cascading = model.pop("is_cascading", False)
+        if how == "see":
+            leave_out_pixtral()
         llm = LLM(**OPTIONS | job["options"] | model)
         if is_cascading:
             llm.collective_rpc(start_cascades)

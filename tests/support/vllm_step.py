@@ -30,6 +30,7 @@ class Common:
     slot_mapping: torch.Tensor
     causal: Any = True
     seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +152,14 @@ class Scene:
         sinks = None if self.sinks is None else self.sinks.to(self.device)
         return LayerTensors(q, key, value, cache.halves(self.cache, dim, form.kv_type), output, scales, sinks)
 
-    def expected(self, causal: bool = True, form: Form | None = None) -> torch.Tensor:
-        """The exact output, fp64, over the values that the cache holds."""
+    def expected(
+        self, causal: bool = True, form: Form | None = None, masks: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """The exact output, fp64, over the values that the cache holds.
+
+        Args:
+            masks: [rows, tokens] for each request, in place of causal and window.
+        """
         form = form or self.form
         k_rows, v_rows = (half.float() for half in cache.halves(self.cache.cpu(), form.heads[2], form.kv_type))
         found, at, window, encoder = [], 0, form.window, form.is_encoder
@@ -161,8 +168,8 @@ class Scene:
             k, v = (rows.flatten(0, 1)[slots].double() for rows in (k_rows, v_rows))
             options = Options(
                 form.scale,
-                causal=causal and not encoder,
-                window_left=-1 if window is None or encoder else window - 1,
+                causal=causal and not encoder and masks is None,
+                window_left=-1 if window is None or encoder or masks is not None else window - 1,
                 soft_cap=form.soft_cap or 0.0,
                 sinks=self.sinks,
                 k_scale=self.scales[0],
@@ -170,7 +177,8 @@ class Scene:
                 score_mod=self._alibi if form.slopes is not None else None,
                 mask_mod=(lambda b, h, q, t: (q - t).abs() < window) if window is not None and encoder else None,
             )
-            found.append(attention(self.q[at : at + m].cpu().double(), k, v, options).out)
+            mask = None if masks is None else masks[i]
+            found.append(attention(self.q[at : at + m].cpu().double(), k, v, options, custom_mask=mask).out)
             at += m
         return torch.cat(found)
 

@@ -56,7 +56,7 @@ class Use(enum.Enum):
     SUFFIX = "any rows after these tokens"
     RAGGED = "rows over the K and V of the same step"
     OWN_IN_GRAPH = "few rows a request over the K and V of the same step, captured"
-    MASKED = "any rows under a mask: ancestors in a tree, or causal requests next to others"
+    MASKED = "any rows under a mask: ancestors in a tree, images, or causal requests next to others"
     MASKED_IN_GRAPH = "any rows under such a mask, captured"
 
     @property
@@ -171,14 +171,19 @@ class GroupPlans:
         return attentions
 
     def plan_on_host(
-        self, q_indptr: torch.Tensor, lens: torch.Tensor, tables: torch.Tensor, is_causal: bool
+        self,
+        q_indptr: torch.Tensor,
+        lens: torch.Tensor,
+        tables: torch.Tensor,
+        is_causal: bool,
+        use: Use = Use.ROWS,
     ) -> dict[LayerKind, Attention]:
         """Plans any rows from lengths on the host. Each request's pages begin where its row of the tables does."""
         starts = torch.arange(len(lens) + 1, device="cpu") * tables.shape[1]
         lengths, pages = Lengths(q_indptr, starts, None, lens), Pages(tables.reshape(-1))
-        attentions = self.of(Use.ROWS)
+        attentions = self.of(use)
         for kind, attention in attentions.items():
-            attention.plan(lengths, pages, *self.options(Use.ROWS, kind, is_causal))
+            attention.plan(lengths, pages, *self.options(use, kind, is_causal))
         return attentions
 
     def _lengths(self, use: Use, kind: LayerKind, rows: TableRows, options: Options) -> TableLengths:
@@ -215,6 +220,7 @@ class GroupPlans:
             "sm_scale": values.sm_scale,
             "q_data_type": sizes.q_dtype,
             "kv_data_type": sizes.q_dtype if use.is_own else sizes.kv_dtype,
+            "o_data_type": kind.out_dtype,
             "own": {"variant": self._mask if use.is_masked else variant_of(kind, self.device)},
         }
         page_size = 0 if use is Use.RAGGED else 1 if use.is_own else sizes.page_size

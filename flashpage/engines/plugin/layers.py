@@ -21,6 +21,7 @@ class LayerKind(NamedTuple):
     head_dim: int
     slopes: tuple[float, ...] | None = None  # ALiBi's, of this rank's heads
     window_both: int = -1  # encoders: tokens visible to either side; -1: all
+    out_dtype: torch.dtype | None = None  # e4m3: outputs have a scale, which a run gives; None: the queries' type
 
 
 class LayerOptions:
@@ -56,8 +57,15 @@ class LayerOptions:
 
     def with_heads(self, num_heads: int) -> LayerOptions:
         """The layer with the query heads of several ranks."""
+        return self._with(num_heads=num_heads)
+
+    def with_outputs(self, out_dtype: torch.dtype) -> LayerOptions:
+        """The layer with outputs of another type."""
+        return self._with(out_dtype=out_dtype)
+
+    def _with(self, **changes: Any) -> LayerOptions:
         found = copy.copy(self)
-        found.kind = self.kind._replace(num_heads=num_heads)
+        found.kind = self.kind._replace(**changes)
         return found
 
 

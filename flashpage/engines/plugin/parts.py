@@ -33,16 +33,17 @@ class Part(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PagedRows:
-    """Rows up to `end` over the paged cache; the plan says which of them exist."""
+    """Rows from `begin` up to `end` over the paged cache; the plan says which of them exist."""
 
     attentions: dict[LayerKind, Attention]
     end: int
     is_causal: bool
+    begin: int = 0
 
     def run(self, layer: LayerOptions, tensors: LayerTensors) -> None:
-        q, out, end = tensors.query, tensors.output, self.end
-        if end != q.shape[0]:
-            q, out = q[:end], out[:end]
+        q, out, begin, end = tensors.query, tensors.output, self.begin, self.end
+        if begin or end != q.shape[0]:
+            q, out = q[begin:end], out[begin:end]
         attention, values = self.attentions[layer.kind], layer.values[self.is_causal]
         attention.run(q, tensors.cache, out, None, False, values, tensors.scales, tensors.sinks)
 

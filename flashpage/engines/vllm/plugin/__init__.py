@@ -2,8 +2,8 @@
 
 `vllm serve MODEL --attention-backend CUSTOM` chooses it, for models with latent rows (MLA) too, whose prompts have a
 choice of their own. With FLASHPAGE_VLLM=on it also takes the places of FLASH_ATTN and FLASHINFER, which vLLM chooses by
-itself, and of CPU_ATTN on the CPU; for latent rows those of FLASH_ATTN_MLA, FLASHMLA, FLASHMLA_SPARSE, CPU_MLA and
-AMX_MLA.
+itself, of TRITON_FLASH_ATTN and TRITON_FLASHINFER, which newer versions choose for images, and of CPU_ATTN on the CPU;
+for latent rows those of FLASH_ATTN_MLA, FLASHMLA, FLASHMLA_SPARSE, CPU_MLA and AMX_MLA.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from ....base import env
 _CLASSES = {
     "FLASH_ATTN": "InPlaceOfFlashAttn",
     "FLASHINFER": "InPlaceOfFlashInfer",
+    "TRITON_FLASH_ATTN": "InPlaceOfTritonFlashAttn",
+    "TRITON_FLASHINFER": "InPlaceOfTritonFlashInfer",
     "CPU_ATTN": "InPlaceOfCpuAttn",
 }
 _LATENT_CLASSES = {
@@ -37,7 +39,8 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.chosen.Chosen")
     if env.is_on("FLASHPAGE_VLLM"):
         for name, own in _CLASSES.items():
-            register_backend(AttentionBackendEnum[name], f"{module}.{own}")
+            if name in AttentionBackendEnum.__members__:
+                register_backend(AttentionBackendEnum[name], f"{module}.{own}")
     _register_latent(AttentionBackendEnum, register_backend)
 
 

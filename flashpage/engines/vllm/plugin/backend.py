@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
 from ...plugin.versions import warn_if_untested
-from . import support
+from . import image_ranges, support
 
 warn_if_untested("vllm", vllm.__version__)
 
@@ -69,6 +70,10 @@ class FlashpageBackend(support.Answers, AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
         reasons = super().validate_configuration(*args, **given)
         if support.context_ranks() > 1:
@@ -79,6 +84,9 @@ class FlashpageBackend(support.Answers, AttentionBackend):
                 )
             if support.has_canvas():
                 reasons.append("flashpage: no diffusion models with decode context parallelism")
+        config = get_current_vllm_config_or_none()
+        if given.get("use_mm_prefix") and config is not None:
+            reasons += image_ranges.refusals(config, support.context_ranks(), bool(given.get("use_batch_invariant")))
         return reasons
 
     @classmethod
@@ -97,6 +105,14 @@ class InPlaceOfFlashAttn(FlashpageBackend, name="FLASH_ATTN"):
 
 
 class InPlaceOfFlashInfer(FlashpageBackend, name="FLASHINFER"):
+    pass
+
+
+class InPlaceOfTritonFlashAttn(FlashpageBackend, name="TRITON_FLASH_ATTN"):
+    pass
+
+
+class InPlaceOfTritonFlashInfer(FlashpageBackend, name="TRITON_FLASHINFER"):
     pass
 
 

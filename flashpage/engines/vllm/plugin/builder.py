@@ -9,7 +9,7 @@ from vllm import envs
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from ...plugin.group_plans import SPLIT_TOKENS, GroupPlans, GroupSizes, Workspaces
-from . import cascade, fusion
+from . import cascade, fusion, image_ranges
 from .cache import element_type
 from .causal_flags import canvas_of, flags_of
 from .plan_streams import PlanStreams
@@ -32,30 +32,37 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         layers = vllm_config.compilation_config.static_forward_context
-        self._impls = [layers[name].impl for name in layer_names]
+        own_layers = [layers[name] for name in layer_names]
+        self._impls = [layer.impl for layer in own_layers]
         workspaces = Workspaces.of(vllm_config)
         options, sizes = [impl.options for impl in self._impls], self._sizes()
         flags = flags_of(vllm_config, sizes.max_requests, device)
-        plans = GroupPlans(options, sizes, device, workspaces, mask=None if flags is None else flags.variant)
+        images = image_ranges.ranges_of(vllm_config, own_layers, sizes, device)
+        masks = [given.variant for given in (flags, images) if given is not None]  # no model has both
+        plans = GroupPlans(options, sizes, device, workspaces, mask=masks[0] if masks else None)
         streams = PlanStreams.of(vllm_config, device)
-        self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config), flags, streams)
+        self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config), flags, streams, images)
         self._planner.prebuild()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             return AttentionCGSupport.UNIFORM_BATCH  # the host plans the own tokens of other steps
+        if image_ranges.has_images(vllm_config):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE  # more rows may be those of an image
         return cls._cudagraph_support
 
     def _sizes(self) -> GroupSizes:
         config, spec, impl = self.vllm_config, self.kv_cache_spec, self._impls[0]
         scheduler, compilation, model = config.scheduler_config, config.compilation_config, config.model_config
         mode = compilation.cudagraph_mode
-        captured = (compilation.max_cudagraph_capture_size or 0) if mode.has_full_cudagraphs() else 0
-        is_uniform = self.get_cudagraph_support(config, spec) is AttentionCGSupport.UNIFORM_BATCH
-        captures_all = captured > 0 and mode.mixed_mode().name == "FULL" and not is_uniform
-        canvas = canvas_of(config)
+        support, canvas = self.get_cudagraph_support(config, spec), canvas_of(config)
         few_rows = max(self.reorder_batch_threshold or 1, canvas + 1 if canvas else 1)  # captured ones have so many
+        is_captured = support is not AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE or few_rows == 1
+        is_captured = is_captured and mode.has_full_cudagraphs()
+        captured = (compilation.max_cudagraph_capture_size or 0) if is_captured else 0
+        is_whole = mode.mixed_mode().name == "FULL" and support is AttentionCGSupport.ALWAYS
+        captures_all = captured > 0 and is_whole
         has_rows = few_rows > 1 or captures_all
         kv_dtype = element_type(impl.kv_cache_dtype, model.dtype)
         assert kv_dtype is not None, impl.kv_cache_dtype
@@ -104,7 +111,8 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         dcp_world_size: int,
     ) -> bool:
         """vLLM 0.26 calls this once a step and group; 0.32 has no cascades."""
-        if use_alibi or use_local_attention or dcp_world_size > 1:
+        has_e4m3 = any(impl.options.kind.out_dtype is not None for impl in self._impls)  # merged states have 16 bits
+        if use_alibi or use_local_attention or dcp_world_size > 1 or has_e4m3:
             return False
         heads = num_query_heads, num_kv_heads
         return cascade.is_worth(common_prefix_len, query_lens, *heads, use_sliding_window, num_sms)

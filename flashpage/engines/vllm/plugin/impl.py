@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
@@ -13,7 +14,7 @@ from ....run.checks import NO_SCALES
 from ...plugin.layers import LayerOptions
 from ...plugin.parts import LayerTensors
 from .. import cache_layout, rotate
-from . import cache, causal_flags, fusion
+from . import cache, causal_flags, fusion, image_ranges, output_quant
 from .step import Step
 
 
@@ -59,11 +60,14 @@ class FlashpageImpl(AttentionImpl):
             is_encoder=self.is_encoder,
         )
         config = get_current_vllm_config()
-        refused = causal_flags.refusal(config, self.options, self.dcp_world_size)
+        refused = causal_flags.refusal(config, self.options, self.dcp_world_size) or image_ranges.refusal(
+            config, self.options, self.dcp_world_size, envs.VLLM_BATCH_INVARIANT
+        )
         if refused is not None:
             raise NotImplementedError(refused)
         fusion.prepare(config)
         self._is_fp8 = kv_cache_dtype in cache_layout.FP8
+        self._writes_e4m3 = not self.is_encoder and output_quant.is_served(config, self.dcp_world_size)
         self._halves: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -82,12 +86,24 @@ class FlashpageImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of the step's rows into `output`, both [tokens, num_heads, head_size]; later rows are padding."""
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("flashpage writes no quantized outputs for vLLM.")
-        if attn_metadata is None:  # a run by which vLLM measures memory
+        """Attention of the step's rows into `output`, both [tokens, num_heads, head_size]; later rows are padding.
+
+        Args:
+            output_scale: `output` is e4m3 and divided by it, one fp32 value.
+        """
+        if output_block_scale is not None:
+            raise NotImplementedError("flashpage writes no outputs with scales of blocks for vLLM.")
+        if attn_metadata is None:  # a run by which vLLM measures memory, before it makes builders
+            if output_scale is not None and self._writes_e4m3:
+                self.options = self.options.with_outputs(output.dtype)
             return output.fill_(0)
         scales = (None, layer._k_scale_float, layer._v_scale_float) if self._is_fp8 else NO_SCALES
+        if output_scale is not None:
+            if self.options.kind.out_dtype is None:
+                whole = torch.empty_like(output, dtype=query.dtype)
+                self.forward(layer, query, key, value, kv_cache, attn_metadata, whole)
+                return output_quant.quantize(whole, output_scale, output)
+            scales = (*scales, output_scale)
         pages = None if self.is_encoder else self._cache(kv_cache)
         tensors = LayerTensors(query, key, value, pages, output, scales, self.sinks)
         for part in attn_metadata.parts:
@@ -101,6 +117,10 @@ class FlashpageImpl(AttentionImpl):
         if not self.is_encoder:
             scales = layer._k_scale, layer._v_scale
             cache.write(key, value, self._cache(kv_cache), slot_mapping, self.kv_cache_dtype, scales)
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """vLLM's pass AttnQuantFusionPass asks this."""
+        return self._writes_e4m3 and output_quant.is_static_e4m3(quant_key)
 
     def fused_rope_kvcache_supported(self) -> bool:
         """vLLM's pass RopeKVCacheFusionPass asks this."""

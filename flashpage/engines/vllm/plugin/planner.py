@@ -8,6 +8,8 @@ Which plans a step gets:
   at the same time (plan/mixed_batch.py). Kernels read vLLM's block table in place;
 - other rows else: the first requests (decodes, or drafts that are verified) and the rest are planned from the lengths
   on the device, and run one after the other;
+- requests with rows of an image, whose tokens see each other (image_ranges.py), and those after them have a mask. The
+  requests before them, decodes first, are planned as above;
 - an encoder's rows, a prefix that all requests share (cascade.py) and tokens of several ranks (context_parallel.py)
   have parts of their own.
 """
@@ -28,6 +30,7 @@ from ...plugin.parts import PagedRows, Part, RaggedRows
 from ...plugin.prebuild import prebuild
 from . import cascade, context_parallel
 from .causal_flags import CausalFlags
+from .image_ranges import ImageRanges
 from .plan_streams import PlanStreams
 from .step import Step
 
@@ -41,9 +44,11 @@ class GroupPlanner:
         ranks: context_parallel.Ranks | None = None,
         flags: CausalFlags | None = None,
         streams: PlanStreams | None = None,
+        images: ImageRanges | None = None,
     ) -> None:
         self._streams, self._number = streams, 0 if streams is None else streams.add()
         self.plans, self.sizes, self.device, self._flags = plans, plans.sizes, plans.device, flags
+        self._images = images
         self._context = None if ranks is None else context_parallel.ContextPlans(plans, ranks)
         windows = [layer.values[0].window_left + 1 for layer in plans.layers if layer.values[0].window_left >= 0]
         self._least_window = min(windows, default=0)
@@ -54,7 +59,8 @@ class GroupPlanner:
             prebuild(self.plans, self._context.uses)
             prebuild(self._context.gathered, (Use.DECODE, Use.ROWS))
         else:
-            rows = (Use.DECODE, Use.ROWS) if self._flags is None else (Use.DECODE, Use.ROWS, Use.MASKED)
+            has_mask = self._flags is not None or self._images is not None
+            rows = (Use.DECODE, Use.ROWS, Use.MASKED) if has_mask else (Use.DECODE, Use.ROWS)
             prebuild(self.plans, (Use.RAGGED,) if self.plans.is_encoder else rows)
 
     def plan(self, common: Any, common_prefix_len: int = 0) -> Step:
@@ -78,6 +84,10 @@ class GroupPlanner:
             plan = functools.partial(self._flagged, use, common, requests, rows)
             return (plan(),), plan
         is_causal = has_flags or self._is_causal(common)  # a request's only row sees all of its tokens
+        # No captured step has an image: see FlashpageBuilder.get_cudagraph_support.
+        first = self._images.take(common, self._bounds(common)) if self._images is not None and is_causal else None
+        if first is not None:
+            return self._with_images(common, first), None
         if self._context is not None:
             part, plan_again = self._context.plan(common, is_causal)
             return (part,), plan_again
@@ -92,10 +102,7 @@ class GroupPlanner:
             use = Use.DECODE_IN_GRAPH if requests <= sizes.graph_requests else Use.DECODE
             plan = functools.partial(self._decode, use, common, requests)
             return (plan(),), plan
-        lens = self._host_lengths(common)
-        if lens is not None and common.block_table_tensor[:requests].numel() * sizes.page_size < MOST_TOKENS:
-            return (self._on_host(common, lens, is_causal),), None
-        return self._apart(common, is_causal), None
+        return self._any_rows(common, requests, is_causal), None
 
     def _is_causal(self, common: Any) -> bool:
         is_causal, window = bool(common.causal), self._least_window
@@ -108,11 +115,17 @@ class GroupPlanner:
         return is_causal
 
     def _host_lengths(self, common: Any) -> torch.Tensor | None:
-        """The tokens of each request on the host, if they are exact there. vLLM 0.26 makes the steps of cross attention
-        and of attention in chunks from the decoder's: there the bound is still the decoder's, and another field is
-        right, which newer versions may lack."""
+        """The tokens of each request on the host, if they are exact there and a plan on the host can count their
+        pages."""
         if not self.sizes.has_exact_lengths:
             return None
+        tables = common.block_table_tensor[: common.num_reqs]
+        return self._bounds(common) if tables.numel() * self.sizes.page_size < MOST_TOKENS else None
+
+    def _bounds(self, common: Any) -> torch.Tensor | None:
+        """The most tokens of each request on the host, exact without drafts and for prompts. vLLM 0.26 makes the steps
+        of cross attention and of attention in chunks from the decoder's: there the bound is still the decoder's, and
+        another field is right, which newer versions may lack."""
         if self.device.type == "cpu":
             lens: torch.Tensor | None = common.seq_lens
         else:
@@ -150,16 +163,38 @@ class GroupPlanner:
         self._flags.take(common.causal[:requests])
         return self._rows(use, common, (0, requests), end, False)
 
-    def _on_host(self, common: Any, lens: torch.Tensor, is_causal: bool) -> PagedRows:
-        """All rows."""
-        requests = common.num_reqs
-        starts, tables = common.query_start_loc_cpu[: requests + 1], common.block_table_tensor[:requests]
-        attentions = self.plans.plan_on_host(starts, lens[:requests], tables, is_causal)
-        return PagedRows(attentions, common.num_actual_tokens, is_causal)
+    def _with_images(self, common: Any, first: int) -> tuple[Part, ...]:
+        """A mask for the requests from `first` on, which image_ranges.py numbers from there."""
+        requests, starts, lens = (first, common.num_reqs), common.query_start_loc_cpu, self._host_lengths(common)
+        if lens is None:
+            masked = self._rows(Use.MASKED, common, requests, common.num_actual_tokens, False)
+        else:
+            masked = self._on_host(Use.MASKED, common, lens, requests, False)
+        if bool((starts[1 : first + 1] - starts[:first] == 1).all()):
+            return (self._decode(Use.DECODE, common, first), masked) if first else (masked,)
+        return *self._any_rows(common, first, True), masked
 
-    def _apart(self, common: Any, is_causal: bool) -> tuple[Part, ...]:
+    def _any_rows(self, common: Any, requests: int, is_causal: bool) -> tuple[Part, ...]:
+        """The rows of the first requests."""
+        lens = self._host_lengths(common)
+        if lens is not None:
+            return (self._on_host(Use.ROWS, common, lens, (0, requests), is_causal),)
+        return self._apart(common, requests, is_causal)
+
+    def _on_host(
+        self, use: Use, common: Any, lens: torch.Tensor, requests: tuple[int, int], is_causal: bool
+    ) -> PagedRows:
+        """The rows of requests [begin, end)."""
+        first, last = requests
+        starts, tables = common.query_start_loc_cpu[first : last + 1], common.block_table_tensor[first:last]
+        begin = int(starts[0]) if first else 0
+        own_starts = starts - begin if begin else starts
+        attentions = self.plans.plan_on_host(own_starts, lens[first:last], tables, is_causal, use)
+        return PagedRows(attentions, _end_of(common, last), is_causal, begin)
+
+    def _apart(self, common: Any, requests: int, is_causal: bool) -> tuple[Part, ...]:
         """The first requests, of few rows each, and the others."""
-        starts, requests = common.query_start_loc_cpu, common.num_reqs
+        starts = common.query_start_loc_cpu
         counts = starts[1 : requests + 1] - starts[:requests]
         is_many = counts > self.sizes.few_rows
         few = int(is_many.int().argmax()) if bool(is_many.any()) else requests
@@ -169,7 +204,7 @@ class GroupPlanner:
         elif few:
             parts.append(self._rows(Use.FEW_ROWS, common, (0, few), int(starts[few]), is_causal))
         if few < requests:
-            parts.append(self._rows(Use.ROWS, common, (few, requests), common.num_actual_tokens, is_causal))
+            parts.append(self._rows(Use.ROWS, common, (few, requests), _end_of(common, requests), is_causal))
         return tuple(parts)
 
     def _ragged(self, common: Any) -> RaggedRows:
@@ -179,6 +214,11 @@ class GroupPlanner:
         for kind, attention in attentions.items():
             attention.plan(Lengths(indptr, indptr), NO_PAGES, *self.plans.options(Use.RAGGED, kind, False))
         return RaggedRows(attentions, int(indptr[-1]), False)
+
+
+def _end_of(common: Any, requests: int) -> int:
+    """Where the rows of the first requests end; those of all requests with the rows that pad a step."""
+    return int(common.num_actual_tokens if requests == common.num_reqs else common.query_start_loc_cpu[requests])
 
 
 def _first(rows: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,0 +1,109 @@
+"""A tiny PaliGemma 2 with images for it, whose tokens see each other in both directions, and transformers' answers.
+
+Nothing here needs Pillow, which vLLM's packages have and the tests' own environment has not.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from tiny_model import VOCABULARY, prompts
+
+BEGIN, NEWLINE, IMAGE = 2, 3, VOCABULARY  # tokens; the last one is no answer
+SIDE, PATCH = 40, 8  # pixels
+TOKENS = (SIDE // PATCH) ** 2  # of an image
+
+
+def write_paligemma(folder: Path) -> Path:
+    """Every second layer has a window of 32 tokens, and an image 25."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        Gemma2Config,
+        PaliGemmaConfig,
+        PaliGemmaForConditionalGeneration,
+        PreTrainedTokenizerFast,
+        SiglipVisionConfig,
+    )
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 4}
+    text = Gemma2Config(
+        vocab_size=VOCABULARY,
+        sliding_window=32,
+        attn_logit_softcapping=5.0,
+        max_position_embeddings=512,
+        bos_token_id=BEGIN,
+        **sizes,
+        **heads,
+    )
+    seen = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = SiglipVisionConfig(image_size=SIDE, patch_size=PATCH, vision_use_head=False, **seen)
+    config = PaliGemmaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=IMAGE,
+        projection_dim=128,
+        vocab_size=VOCABULARY,
+    )
+    model = PaliGemmaForConditionalGeneration(config)
+    for part in (model.model.vision_tower, model.model.multi_modal_projector):
+        for weight in part.parameters():
+            torch.nn.init.normal_(weight, std=0.15)  # so that images differ from one another
+    model.save_pretrained(folder)
+    _rename_weights(folder / "model.safetensors")
+    names = {f"[{i}]": i for i in range(VOCABULARY)}
+    for name, token in (("<bos>", BEGIN), ("\n", NEWLINE), ("<image>", IMAGE)):
+        names.pop(f"[{token}]", None)
+        names[name] = token
+    words = Tokenizer(models.WordLevel(names, "[0]"))
+    words.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[0]", bos_token="<bos>").save_pretrained(folder)
+    kinds = {"image_processor_type": "SiglipImageProcessor", "processor_class": "PaliGemmaProcessor"}
+    sizes_of_images = {"size": {"height": SIDE, "width": SIDE}, "image_seq_length": TOKENS}
+    (folder / "preprocessor_config.json").write_text(json.dumps(kinds | sizes_of_images))
+    return folder
+
+
+def _rename_weights(path: Path) -> None:
+    """The encoder's weights get the names that they have in published checkpoints, which vLLM knows."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {name.replace("vision_tower.", "vision_tower.vision_model."): w for name, w in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def questions() -> list[list[int]]:
+    """Prompts, without their images. Some do not fit into one step with others."""
+    return [prompt[:100] for prompt in prompts()[:6]]
+
+
+def images(count: int) -> list[np.ndarray | None]:
+    """Noise, [SIDE, SIDE, 3] bytes; every third prompt has no image."""
+    drawn = [np.random.default_rng(i).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for i in range(count)]
+    return [None if i % 3 == 2 else pixels for i, pixels in enumerate(drawn)]
+
+
+def expected_tokens(folder: Path, count: int, is_causal: bool = False) -> list[list[int]]:
+    """Greedy tokens. vLLM puts an image and the first token before a prompt, and a new line after it."""
+    from transformers import PaliGemmaForConditionalGeneration
+
+    model = PaliGemmaForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+    given, found = questions(), []
+    for prompt, image in zip(given, images(len(given)), strict=True):
+        tokens, seen = list(prompt), {}
+        if image is not None:
+            tokens = [IMAGE] * TOKENS + [BEGIN, *prompt, NEWLINE]
+            seen = {"pixel_values": torch.from_numpy(image).permute(2, 0, 1)[None] / 127.5 - 1}
+        before = len(tokens)
+        with torch.no_grad():
+            for _ in range(count):
+                ids = torch.tensor([tokens])
+                kinds = torch.where(ids == IMAGE, int(is_causal), 1)  # tokens of kind 0 see each other
+                logits = model(input_ids=ids, token_type_ids=kinds, use_cache=False, **seen).logits
+                tokens.append(int(logits[0, -1].argmax()))
+        found.append(tokens[before:])
+    return found
