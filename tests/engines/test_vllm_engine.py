@@ -282,20 +282,21 @@ def test_answers_at_configuration(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_python_files_of_the_official_wheel(name: str, folder: Path, models: dict[str, Path]) -> None:
-    """The wheel for CUDA has no attention for the CPU: transformers' tokens are the reference, of a Llama, a window and
-    head_dim 80. With a prefix that is shared by as many requests as vLLM's heuristic wants, steps are cascades where
-    vLLM has them."""
+    """The wheel for CUDA has no attention for the CPU: transformers' tokens are the reference, of a Llama, a window,
+    head_dim 80, and latent rows, which vLLM 0.26 has not on the CPU. With a prefix that is shared by as many requests
+    as vLLM's heuristic wants, steps are cascades where vLLM has them."""
     needs(get_vllm.ENGINES / name)
     platform = "[vllm.platform_plugins]\ntree = vllm_on_cpu:platform"
     own = {"FLASHPAGE_VLLM": "on"}
     given = environment(folder, get_vllm.ENGINES / name, entry_points(folder, platform), **own)
     options = {"compilation_config": {"mode": 0, "custom_ops": ["none"]}}
-    plain = {of: {"model": str(models[of])} for of in tiny_model.MODELS}
-    shared = tiny_model.prompts_with_prefix() if name.startswith("vllm-0.26.") else []  # the last version with cascades
+    is_first = name.startswith("vllm-0.26.")  # the last version with cascades
+    plain = {of: job_of(of, models[of]) for of in (*tiny_model.MODELS, *(() if is_first else (LATENT,)))}
+    shared = tiny_model.prompts_with_prefix() if is_first else []
     cascades = [plain["llama"] | {"prompts": shared, "is_cascading": True}] if shared else []
     found = answers(folder, [*plain.values(), *cascades], given, **options)
     for of, answer in zip(plain, found, strict=False):
-        assert answer["attention"] == [OURS]
+        assert answer["attention"] == (OUR_LATENT if of == LATENT else [OURS])
         assert answer["tokens"] == tiny_model.expected_tokens(models[of], NEW_TOKENS), of
     for other in found[len(plain) :]:
         assert other["plans"]["SharedPrefix"] >= NEW_TOKENS - 2

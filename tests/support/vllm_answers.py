@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import vllm_latent
+import vllm_lists
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8StaticTensorSym
 from vllm.platforms.interface import DeviceCapability
@@ -348,3 +349,4 @@ if __name__ == "__main__":
     check_ranks()
     check_another_block_table()
     vllm_latent.check()
+    vllm_lists.check()

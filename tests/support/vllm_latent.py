@@ -16,25 +16,29 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-import flashpage
-from flashpage.engines.plugin.group_plans import GroupSizes, Workspaces
+from flashpage.engines.plugin.group_plans import GroupSizes
 from flashpage.engines.plugin.latent_plans import LatentPlans
 from flashpage.engines.plugin.layers import LayerOptions
-from flashpage.engines.plugin.listed_plans import ListedPlans
 from flashpage.engines.vllm.plugin import latent, register
 from flashpage.engines.vllm.plugin.latent_prefill import FlashpagePrefill
+from flashpage.engines.vllm.plugin.latent_write import write
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
-from flashpage.kernels.latent_formats import PACKED
-
-try:  # a newer vLLM may have its common classes elsewhere
-    from flashpage.engines.vllm.plugin import sparse
-except ImportError:
-    HAS_LISTS = False
-else:
-    HAS_LISTS = True
 
 HEADS, CKV, KPE, PAGE, SCALE = 4, 64, 32, 16, 0.2
-HOPPER, TURING = DeviceCapability(9, 0), DeviceCapability(7, 5)
+USUAL: dict[str, Any] = {
+    "head_size": 576,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "auto",
+    "block_size": 64,
+    "use_mla": True,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": DeviceCapability(9, 0),
+    "attn_type": "decoder",
+}
+TURING = DeviceCapability(7, 5)
 
 
 def indptr(counts: list[int]) -> torch.Tensor:
@@ -57,13 +61,13 @@ def check_decodes(
     cache = torch.full((len(order), PAGE, CKV + KPE), math.nan).to(dtype)
     tokens = [torch.randn(n, 1, CKV + KPE) for n in lengths]
     scale = None if dtype is torch.float32 else 0.5
-    factor = None if scale is None else torch.tensor(scale)
+    kind, factor = ("auto", None) if scale is None else ("fp8", torch.tensor(scale))
     for i, (mine, count) in enumerate(zip(tokens, pages, strict=True)):
         tables[i, :count] = order[sum(pages[:i]) :][:count]
         at = torch.arange(len(mine))
         slots = torch.cat([tables[i, at // PAGE] * PAGE + at % PAGE, torch.tensor([-1])]).long()
         new = torch.cat([mine[:, 0], torch.full((1, CKV + KPE), math.nan)])
-        latent._write(new[:, :CKV], new[:, CKV:], cache, slots, factor)
+        write(new[:, :CKV], new[:, CKV:], cache, slots, kind, factor)
     sizes = GroupSizes(PAGE, torch.float32, dtype, 8, 64, 256, max(rows), graph_requests, has_exact_lengths=False)
     options = LayerOptions((HEADS, 1, CKV + KPE), SCALE)
     plans = LatentPlans(CKV, [options], sizes, torch.device("cpu"))
@@ -87,62 +91,6 @@ def check_decodes(
         ]
         close(out, torch.cat(expected))
         assert lse is None
-
-
-def check_lists(rows: list[int], lengths: list[int], kind: str, device: str = "cpu") -> None:
-    """Rows that read lists of their own requests' tokens, all of a step and its first ones alone, with one plan for
-    each number of rows."""
-    torch.manual_seed(0)
-    ckv, kpe, heads, topk, page, scale = 512, 64, 3, 128, 16, 0.05
-    pages = [-(-n // page) for n in lengths]
-    tables = torch.zeros(len(rows), max(pages), dtype=torch.int32)
-    order = torch.randperm(sum(pages)).int()
-    tokens = [torch.randn(n, ckv + kpe).bfloat16() for n in lengths]
-    cache = torch.zeros(sum(pages), page, ckv + kpe, dtype=torch.bfloat16)
-    stored = torch.zeros(sum(pages), page, PACKED["deepseek_v32"].row_bytes, dtype=torch.uint8)
-    for i, (mine, count) in enumerate(zip(tokens, pages, strict=True)):
-        tables[i, :count] = order[sum(pages[:i]) :][:count]
-        at = torch.arange(len(mine))
-        cache[tables[i, at // page].long(), at % page] = mine
-        places = torch.zeros(len(mine), dtype=torch.int32), at.int()
-        every_page = tables[i, :count], torch.tensor([0, count]).int(), torch.tensor([(len(mine) - 1) % page + 1]).int()
-        given = (mine[:, :ckv].contiguous(), mine[:, ckv:].contiguous(), *places, stored, None, *every_page)
-        flashpage.append_paged_mla_kv_cache(*given, kv_row_format="deepseek_v32")
-    lists = torch.full((sum(rows) + 2, topk), -1, dtype=torch.int32)  # vLLM's buffer has more rows
-    requests = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).int()
-    for row, request in enumerate(requests.tolist()):
-        count = min(topk, lengths[request])
-        lists[row, :count] = torch.randperm(lengths[request])[:count].int()
-    own = lists.to(device)
-    sizes: dict[str, Any] = {"kv_lora_rank": ckv, "qk_rope_head_dim": kpe, "num_heads": heads, "scale": scale}
-    impl: Any = SimpleNamespace(**sizes, topk_indices_buffer=own)
-    impl.kv_cache_dtype = kind
-    arguments = sparse.FlashpageSparseImpl.plan_arguments(impl, page, torch.bfloat16)
-    assert arguments["fixed_split_size"] is None
-    with mock.patch.dict(os.environ, VLLM_BATCH_INVARIANT="1"):
-        assert sparse.FlashpageSparseImpl.plan_arguments(impl, page, torch.bfloat16)["fixed_split_size"]
-    plans = ListedPlans(arguments, torch.device(device), Workspaces())
-    plans.keep(2)
-    counts = {"num_reqs": len(rows), "max_query_len": max(rows), "max_seq_len": max(lengths), "topk_tokens": topk}
-    counts |= {"num_actual_tokens": sum(rows), "num_decodes": 2, "num_prefills": len(rows) - 2, "num_decode_tokens": 2}
-    starts, lens = indptr(rows), torch.tensor(lengths)
-    places = {"query_start_loc": starts, "slot_mapping": starts, "seq_lens": lens}
-    places |= {"req_id_per_token": requests.to(device)}
-    metadata = sparse.SparseMetadata(**counts, **places, block_table=tables.to(device), block_size=page, plans=plans)
-    q = torch.randn(sum(rows), heads, ckv + kpe).bfloat16()
-    for count in (sum(rows), 2, sum(rows)):
-        plans.plan(own[:count])
-        parts = (q[:count, :, :ckv].to(device), q[:count, :, ckv:].to(device))
-        given = {"auto": cache, "fp8": (cache / 0.5).to(torch.float8_e4m3fn), "fp8_ds_mla": stored}[kind]
-        layer = SimpleNamespace(_k_scale_float=0.5)
-        out, lse = sparse.FlashpageSparseImpl.forward_mqa(impl, parts, given.to(device), metadata, layer)
-        assert lse is None and len(out) == count
-        for row in range(count):
-            listed = lists[row][lists[row] >= 0].long()
-            k = tokens[requests[row]][listed].unsqueeze(1)
-            expected = attention(q[row : row + 1], k, k[..., :ckv], Options(scale)).out
-            error = (out[row].cpu().double() - expected[0]).norm() / expected.norm()
-            assert error < (0.01 if kind == "auto" else 0.06), (kind, row, error)
 
 
 def check_prompts() -> None:
@@ -204,9 +152,6 @@ def check_names() -> None:
         with configured(use_mla=use_mla):
             chosen = AttentionBackendEnum.CUSTOM.get_class()
         assert (chosen.__name__, chosen.get_name()) == (name, "CUSTOM")
-    if HAS_LISTS:
-        with configured(use_mla=True, index_topk=2048):
-            assert AttentionBackendEnum.CUSTOM.get_class() is sparse.FlashpageSparseBackend
     os.environ["FLASHPAGE_VLLM"] = "on"
     register()
     assert AttentionBackendEnum["FLASH_ATTN_MLA"].get_class() is latent.InPlaceOfFlashAttnMLA
@@ -216,12 +161,9 @@ def check_names() -> None:
 
 
 def check_answers() -> None:
-    usual: dict[str, Any] = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64}
-    usual |= {"use_mla": True, "has_sink": False, "use_sparse": False, "use_mm_prefix": False}
-    usual |= {"use_per_head_quant_scales": False, "device_capability": HOPPER, "attn_type": "decoder"}
     served: list[dict[str, Any]] = [{}, {"head_size": 320}, {"block_size": 1}, {"kv_cache_dtype": "fp8"}]
     for changes in served:
-        assert latent.FlashpageMLABackend.validate_configuration(**usual | changes) == [], changes
+        assert latent.FlashpageMLABackend.validate_configuration(**USUAL | changes) == [], changes
     refused: list[tuple[dict[str, Any], str]] = [
         ({"use_mla": False}, "MLA"),
         ({"use_sparse": True}, "sparse"),
@@ -231,33 +173,11 @@ def check_answers() -> None:
         ({"device_capability": TURING}, "compute capability"),
     ]
     for changes, reason in refused:
-        found = latent.FlashpageMLABackend.validate_configuration(**usual | changes)
+        found = latent.FlashpageMLABackend.validate_configuration(**USUAL | changes)
         assert any(reason in text for text in found), (changes, found)
-    if HAS_LISTS:
-        check_answers_of_lists(usual | {"use_sparse": True})
     with configured(use_mla=True, context_ranks=2):
-        (found,) = latent.FlashpageMLABackend.validate_configuration(**usual)
+        (found,) = latent.FlashpageMLABackend.validate_configuration(**USUAL)
     assert "no decode context parallelism" in found
-
-
-def check_answers_of_lists(usual: dict[str, Any]) -> None:
-    ask = sparse.FlashpageSparseBackend.validate_configuration
-    for served in ({}, {"kv_cache_dtype": "fp8_ds_mla"}, {"kv_cache_dtype": "fp8"}, {"block_size": 16}):
-        assert ask(**usual | served) == [], served
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"use_sparse": False}, "sparse"),
-        ({"head_size": 320}, "head_size"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
-        ({"device_capability": TURING}, "compute capability"),
-    ]
-    for changes, reason in refused:
-        found = ask(**usual | changes)
-        assert any(reason in text for text in found), (changes, found)
-    with configured(use_mla=True, hisparse=object()):
-        (reason,) = ask(**usual)
-    assert "hisparse_config" in reason
-    assert not sparse.FlashpageSparseImpl.supports_pcp and not latent.FlashpageMLAImpl.supports_pcp
-    assert sparse.FlashpageSparseBackend.get_kv_cache_shape(7, 64, 1, 576, "fp8_ds_mla") == (7, 64, 656)
 
 
 def check() -> None:
@@ -265,9 +185,6 @@ def check() -> None:
     check_decodes([1, 1, 1], [40, 5, 17], graph_requests=4)
     check_decodes([1, 3, 2], [40, 5, 17])
     check_decodes([1, 3, 2], [40, 5, 17], dtype=torch.float8_e4m3fn)
-    if HAS_LISTS:
-        for kind in ("auto", "fp8", "fp8_ds_mla"):
-            check_lists([1, 1, 5], [200, 5, 17], kind)
     check_prompts()
     check_answers()
     check_names()

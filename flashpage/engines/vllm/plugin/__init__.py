@@ -3,7 +3,8 @@
 `vllm serve MODEL --attention-backend CUSTOM` chooses it, for models with latent rows (MLA) too, whose prompts have a
 choice of their own. With FLASHPAGE_VLLM=on it also takes the places of FLASH_ATTN and FLASHINFER, which vLLM chooses by
 itself, of TRITON_FLASH_ATTN and TRITON_FLASHINFER, which newer versions choose for images, and of CPU_ATTN on the CPU;
-for latent rows those of FLASH_ATTN_MLA, FLASHMLA, FLASHMLA_SPARSE, CPU_MLA and AMX_MLA.
+for latent rows those of FLASH_ATTN_MLA, FLASHMLA, CPU_MLA and AMX_MLA, and, where an indexer lists the tokens that are
+read, those in sparse_places.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from typing import Any
 
 from ....base import env
+from . import sparse_places
 
 _CLASSES = {
     "FLASH_ATTN": "InPlaceOfFlashAttn",
@@ -63,8 +65,9 @@ def _register_latent(backends: Any, register_backend: Any) -> None:
     for name, own in _LATENT_CLASSES.items():
         if name in backends.__members__:
             register_backend(backends[name], f"{__name__}.latent.{own}")
-    if "FLASHMLA_SPARSE" in backends.__members__:
-        register_backend(backends["FLASHMLA_SPARSE"], f"{__name__}.sparse.InPlaceOfFlashMLASparse")
+    for name in sparse_places.CLASSES:
+        if name in backends.__members__:
+            register_backend(backends[name], f"{__name__}.sparse_places.{name}")
     for name, own in _PREFILLS.items():
         if name in MLAPrefillBackendEnum.__members__:
             register_mla_prefill_backend(MLAPrefillBackendEnum[name], f"{prefill}.{own}")

@@ -19,7 +19,6 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from ....run.checks import NO_SCALES
-from ....wrappers.append import append_paged_mla_kv_cache
 from ...plugin.group_plans import Workspaces
 from ...plugin.joined import joined
 from ...plugin.latent_plans import LatentPlans
@@ -29,6 +28,7 @@ from .. import cache_layout
 from . import support
 from .builder import FlashpageBuilder
 from .latent_prefill import FlashpagePrefill
+from .latent_write import LatentWriter
 from .planner import GroupPlanner
 from .step import Step
 
@@ -94,7 +94,7 @@ class FlashpageMLABuilder(MLACommonMetadataBuilder):
         return LatentDecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, step)
 
 
-class FlashpageMLAImpl(support.LatentLayer, MLACommonImpl):
+class FlashpageMLAImpl(support.LatentLayer, LatentWriter, MLACommonImpl):
     """Runs a layer's decodes by the step's plans; MLACommonImpl expands prompts and calls the prefill backend."""
 
     def __init__(self, num_heads: int, head_size: int, scale: float, *given: Any, **latent: Any) -> None:
@@ -119,41 +119,6 @@ class FlashpageMLAImpl(support.LatentLayer, MLACommonImpl):
         if self._use_flashinfer_concat_mla_k or not k_pe.shape[-1]:
             return super()._concat_k_nope_k_pe(k_nope, k_pe)
         return joined((k_nope, k_pe))
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-    ) -> None:
-        """Writes the step's rows; cards have vLLM's own kernel."""
-        if not kv_cache.is_cpu:
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
-        elif kv_cache.numel():
-            scale = None
-            if self._is_fp8:
-                kv_cache, scale = kv_cache.view(cache_layout.FP8[kv_cache_dtype]), k_scale
-            _write(kv_c_normed, k_pe.flatten(1), kv_cache, slot_mapping.flatten(), scale)
-
-
-def _write(
-    latents: torch.Tensor,
-    rotated: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    scale: torch.Tensor | None = None,  # of an fp8 cache
-) -> None:
-    """Writes rows to slots of the CPU's cache; slots of -1 are padding."""
-    ckv, count, blocks = latents.shape[1], len(slots), cache.shape[0]
-    places = torch.where(slots >= 0, 0, -1).int(), slots.int()
-    every_page = torch.arange(blocks, dtype=torch.int32), torch.tensor([0, blocks], dtype=torch.int32)
-    last_page_len = torch.tensor([cache.shape[1]], dtype=torch.int32)
-    caches = cache[..., :ckv], cache[..., ckv:]
-    given = (latents[:count], rotated[:count], *places, *caches, *every_page, last_page_len)
-    append_paged_mla_kv_cache(*given, ckv_scale=scale, kpe_scale=scale)
 
 
 class FlashpageMLABackend(support.Answers, MLACommonBackend):

@@ -1,6 +1,6 @@
 """flashpage for vLLM's layers over latent rows whose indexer lists the tokens that a row of q reads (DeepSeek V3.2), on
 vLLM's common classes for them. Rows are of 16 bits, e4m3 with one scale, or DeepSeek's of 656 bytes; any number of
-heads, without padding."""
+heads, without padding. sparse_places.py chooses between these classes and vLLM's own."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from ...plugin.joined import joined
 from ...plugin.listed_plans import ListedPlans
 from .. import cache_layout
 from . import support
+from .latent_write import ROW_FORMATS, LatentWriter
 
-_ROW_FORMATS = {"fp8_ds_mla": "deepseek_v32"}  # vLLM's cache types whose rows hold their scales
-
+_SIXTEEN_BITS = ["auto", "float16", "bfloat16"]
+_ONE_SCALE = ["fp8", "fp8_e4m3"]
 
 if hasattr(sparse_mla_attention, "SparseMLACommonMetadata"):
     _Base: Any = sparse_mla_attention.SparseMLACommonMetadata
@@ -92,7 +93,7 @@ class FlashpageSparseBuilder(SparseMLACommonMetadataBuilder):
         return metadata
 
 
-class FlashpageSparseImpl(support.LatentLayer, SparseMLACommonImpl):
+class FlashpageSparseImpl(support.LatentLayer, LatentWriter, SparseMLACommonImpl):
     """Runs a layer's rows over their lists."""
 
     def plan_arguments(self, page_size: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class FlashpageSparseImpl(support.LatentLayer, SparseMLACommonImpl):
             "sm_scale": self.scale,
             "q_data_type": dtype,
             "kv_data_type": cache_layout.FP8.get(self.kv_cache_dtype),
-            "kv_row_format": _ROW_FORMATS.get(self.kv_cache_dtype),
+            "kv_row_format": ROW_FORMATS.get(self.kv_cache_dtype),
             "fixed_split_size": SPLIT_TOKENS if envs.VLLM_BATCH_INVARIANT else None,
         }
 
@@ -117,7 +118,7 @@ class FlashpageSparseImpl(support.LatentLayer, SparseMLACommonImpl):
         assert self.topk_indices_buffer is not None and attn_metadata.plans is not None
         slots = slots_of(attn_metadata, self.topk_indices_buffer[:rows])
         cache, scales = kv_c_and_k_pe_cache, {}
-        if self.kv_cache_dtype in _ROW_FORMATS:
+        if self.kv_cache_dtype in ROW_FORMATS:
             cache = cache.view(torch.uint8)
         elif self.kv_cache_dtype in cache_layout.FP8:
             scales = {"ckv_scale": layer._k_scale_float, "kpe_scale": layer._k_scale_float}
@@ -140,9 +141,11 @@ def slots_of(metadata: SparseMetadata, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class FlashpageSparseBackend(support.Answers, MLACommonBackend):
-    """flashpage for vLLM's layers over lists of tokens; subclasses take the place of the backend that they name."""
+    """flashpage for vLLM's layers over lists of tokens; subclasses take the place of the backend that they name, and
+    have its cache types, so that a type means the same rows with flashpage and without."""
 
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", *_ROW_FORMATS]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*_SIXTEEN_BITS, *_ONE_SCALE, *ROW_FORMATS]
+    packed_kv_cache_dtypes: ClassVar[frozenset[str]] = frozenset(ROW_FORMATS)  # that vLLM stores in rows of 656 bytes
     has_latent_rows = True
 
     @staticmethod
@@ -155,7 +158,7 @@ class FlashpageSparseBackend(support.Answers, MLACommonBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
+        return [support.LISTED_COLUMNS, support.LISTED_COLUMNS_WITHOUT_ROTATION]
 
     @classmethod
     def is_sparse(cls) -> bool:
@@ -165,25 +168,55 @@ class FlashpageSparseBackend(support.Answers, MLACommonBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        row_format = _ROW_FORMATS.get(cache_dtype_str)
+        row_format = ROW_FORMATS.get(cache_dtype_str)
         return num_blocks, block_size, head_size if row_format is None else PACKED[row_format].row_bytes
 
     @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Blocks are whole rows apart, as for vLLM's own backends: vLLM 0.32 and newer read some caches as rows."""
+        from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows
+
+        return align_blocks_to_rows(spec)
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
-        reasons = super().validate_configuration(*args, **given)
-        if support.context_ranks() > 1:
-            reasons.append("flashpage: no decode context parallelism over lists of tokens")
-        if support.has_host_cache():
-            reasons.append("flashpage: no cache in the host's memory (hisparse_config)")
-        return reasons
+        return super().validate_configuration(*args, **given) + support.unserved_lists()
 
     @classmethod
     def refusal(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str, block_size: int | None, capability: Any
     ) -> str | None:
-        row_format = _ROW_FORMATS.get(kv_cache_dtype)
+        is_packed = kv_cache_dtype in cls.packed_kv_cache_dtypes
+        if is_packed and head_size != support.LISTED_COLUMNS:
+            return "flashpage: rows of 656 bytes have 64 rotated columns"
+        row_format = ROW_FORMATS["fp8_ds_mla"] if is_packed else None
         return support.listed_refusal(head_size, dtype, kv_cache_dtype, block_size or 64, row_format, capability)
 
 
+class InPlaceOfFlashAttnMLASparse(FlashpageSparseBackend, name="FLASH_ATTN_MLA_SPARSE"):
+    supported_kv_cache_dtypes = _SIXTEEN_BITS
+
+
+class InPlaceOfFlashAttnMLASparseFA4(FlashpageSparseBackend, name="FLASH_ATTN_MLA_SPARSE_FA4"):
+    supported_kv_cache_dtypes = _SIXTEEN_BITS
+
+
 class InPlaceOfFlashMLASparse(FlashpageSparseBackend, name="FLASHMLA_SPARSE"):
-    pass
+    """vLLM stores every fp8 cache of this backend in rows of 656 bytes."""
+
+    packed_kv_cache_dtypes = frozenset([*_ONE_SCALE, *ROW_FORMATS])
+
+
+class InPlaceOfFlashInferMLASparse(FlashpageSparseBackend, name="FLASHINFER_MLA_SPARSE"):
+    supported_kv_cache_dtypes = [*_SIXTEEN_BITS, *_ONE_SCALE]
+
+
+class InPlaceOfFlashInferMLASparseSM90(FlashpageSparseBackend, name="FLASHINFER_MLA_SPARSE_SM90"):
+    supported_kv_cache_dtypes = [*_SIXTEEN_BITS, *_ONE_SCALE]
+
+
+class InPlaceOfFlashInferMLASparseSM120(FlashpageSparseBackend, name="FLASHINFER_MLA_SPARSE_SM120"):
+    """vLLM stores every cache of this backend in rows of 656 bytes, that of `auto` too."""
+
+    supported_kv_cache_dtypes = ["auto", *_ONE_SCALE, *ROW_FORMATS]
+    packed_kv_cache_dtypes = frozenset(supported_kv_cache_dtypes)

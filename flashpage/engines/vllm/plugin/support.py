@@ -16,6 +16,8 @@ from .cache import element_type
 
 CACHE_TYPES = ("auto", "float16", "bfloat16", *cache_layout.FP8)
 CPU_DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+LISTED_COLUMNS = 576  # of rows that are read by lists of tokens: 512, and 64 rotated ones
+LISTED_COLUMNS_WITHOUT_ROTATION = 512
 _STRIDE_ORDERS = {  # of [blocks, heads, page, 2 * head_dim], and with layers before
     "NHD": ((0, 2, 1, 3), (1, 0, 3, 2, 4)),
     "HND": ((0, 1, 2, 3), (1, 2, 0, 3, 4)),
@@ -122,10 +124,23 @@ def has_canvas() -> bool:
     return getattr(get_current_vllm_config_or_none(), "diffusion_config", None) is not None
 
 
-def has_host_cache() -> bool:
-    """Whether a part of the cache is in the host's memory (HiSparse), in that configuration."""
-    attention = getattr(get_current_vllm_config_or_none(), "attention_config", None)
-    return getattr(attention, "hisparse_config", None) is not None
+def unserved_lists() -> list[str]:
+    """What that configuration has and flashpage does not, for models whose indexer lists tokens."""
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return []
+    reasons = []
+    if context_ranks() > 1:
+        reasons.append("flashpage: no decode context parallelism over lists of tokens")
+    if getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+        reasons.append("flashpage: no prefill context parallelism over lists of tokens")
+    if getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None:
+        reasons.append("flashpage: no cache in the host's memory (hisparse_config)")
+    model = getattr(config.model_config, "hf_text_config", None)
+    latent, rotated = getattr(model, "kv_lora_rank", 512), getattr(model, "qk_rope_head_dim", 64)
+    if latent != 512 or rotated not in (0, 64):
+        reasons.append(f"flashpage: lists read rows of 512 and 64 or no rotated columns, not of {latent} and {rotated}")
+    return reasons
 
 
 def stride_order(layout: str, has_layers: bool) -> tuple[int, ...]:
