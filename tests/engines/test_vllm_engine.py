@@ -32,6 +32,8 @@ LATENT = "deepseek"
 GROUPS = "two windows"  # of three layers: of vLLM's groups of one layer each, two differ in their block tables alone
 CROSS = "vllm.model_executor.layers.attention.cross_attention"
 OUR_LATENT = [f"flashpage.engines.vllm.plugin.{name}" for name in ("latent", "latent_prefill")]
+OUR_LISTED = [f"flashpage.engines.vllm.plugin.{name}" for name in ("latent_prefill", "sparse")]
+LISTED = 24  # tokens of a list
 THEIR_LATENT = [f"vllm.v1.attention.backends.mla.{name}" for name in ("cpu_mla", "prefill.cpu_sdpa")]
 
 pytestmark = pytest.mark.slow
@@ -132,7 +134,7 @@ def test_tokens_equal_those_of_its_own_attention(
     for (name, reference), answer in zip(references.items(), found, strict=True):
         assert answer["attention"] == (OUR_LATENT if name == LATENT else [OURS])
         assert answer["tokens"] == reference, name
-        assert ("update_block_table" in answer["plans"]) == (name == GROUPS)
+        assert ("FlashpageBuilder.update_block_table" in answer["plans"]) == (name == GROUPS)
     assert expected["mistral"] != expected["llama"], "the window hides nothing"
 
 
@@ -214,7 +216,7 @@ def test_drafts(method: str, folder: Path, models: dict[str, Path], expected: di
     model = {"model": str(models["llama"]), "speculative_config": guesses, "disable_log_stats": False}
     (found,) = answers(folder, [model], given)
     assert found["attention"] == [OURS]
-    assert found["plans"]["build_for_drafting"] > 0
+    assert found["plans"]["FlashpageBuilder.build_for_drafting"] > 0
     assert found["tokens"] == expected["llama"]
     assert 0 < found["draft"] > found["accepted"] >= (method != "eagle")
 
@@ -301,3 +303,26 @@ def test_python_files_of_the_official_wheel(name: str, folder: Path, models: dic
     for other in found[len(plain) :]:
         assert other["plans"]["SharedPrefix"] >= NEW_TOKENS - 2
         assert other["tokens"] == tiny_model.expected_tokens(models["llama"], NEW_TOKENS, shared)
+
+
+@pytest.mark.parametrize("name", [CPU.name, *TREES])
+def test_lists_of_tokens(name: str, folder: Path) -> None:
+    """A DeepSeek-V3.2, whose indexer lists few tokens of each row's context, next to transformers: prompts in chunks,
+    shared prefixes, and short prompts, which vLLM expands because a list holds them; then rows of 656 bytes. The
+    platform chooses as on a Hopper card, and compares each run of attention with exact results over the same lists."""
+    needs(get_vllm.ENGINES / name)
+    sparse, dense = (tiny_model.write_deepseek_v32(folder / f"v32-{name}-{n}", n) for n in (LISTED, 2048))
+    groups = "lists = vllm_lists_on_cpu:register", "[vllm.platform_plugins]\ntree = vllm_lists_on_cpu:platform"
+    given = environment(folder, get_vllm.ENGINES / name, entry_points(folder / "lists", *groups), FLASHPAGE_VLLM="on")
+    model = {"model": str(sparse), "compilation_config": {"mode": 0, "custom_ops": ["none"]}}
+    short = [prompt[:n] for n, prompt in zip((3, LISTED - NEW_TOKENS, 7), tiny_model.prompts()[1:], strict=False)]
+    models = [model, model | {"prompts": short}, model | {"kv_cache_dtype": "fp8_ds_mla"}]
+    usual, expanded, packed = answers(folder, models, given)
+    for found in (usual, expanded, packed):
+        assert found["attention"] == OUR_LISTED
+        assert found["plans"]["ListedPlans.of"] > NEW_TOKENS
+    assert expanded["plans"]["FlashpagePrefill.run_prefill_new_tokens"] > 0
+    expected = tiny_model.expected_tokens(sparse, NEW_TOKENS)
+    assert usual["tokens"] == expected != tiny_model.expected_tokens(dense, NEW_TOKENS)
+    assert expanded["tokens"] == tiny_model.expected_tokens(sparse, NEW_TOKENS, short)
+    assert packed["tokens"] != expected, "no row was quantised"

@@ -108,20 +108,37 @@ def write_deepseek(folder: Path) -> Path:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512}
-    dims = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "first_k_dense_replace": 2}
-    config = DeepseekV3Config(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2048,
-        initializer_range=0.15,  # so that greedy tokens differ from one another
-        tie_word_embeddings=False,
-        **heads,
-        **dims,
-        **sizes,
-    )
-    DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    DeepseekV3ForCausalLM(DeepseekV3Config(**_DEEPSEEK)).save_pretrained(folder)
     return folder
+
+
+def write_deepseek_v32(folder: Path, listed: int) -> Path:
+    """The same with an indexer, which lists so many tokens for each row."""
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    torch.manual_seed(0)
+    indexer = {"index_topk": listed, "index_n_heads": 4, "index_head_dim": 128}
+    DeepseekV32ForCausalLM(DeepseekV32Config(**_DEEPSEEK, **indexer)).save_pretrained(folder)
+    return folder
+
+
+_DEEPSEEK: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,  # so that greedy tokens differ from one another
+    "tie_word_embeddings": False,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,
+}
 
 
 # Of models with a window of 32 tokens in some layers; weights are large, so that greedy tokens differ from one another.

@@ -36,26 +36,33 @@ OPTIONS: dict[str, Any] = {
 
 def attention_modules(worker: Any) -> list[str]:
     layers = worker.model_runner.compilation_config.static_forward_context.values()
-    parts = [(layer.impl, getattr(layer, "prefill_backend", None)) for layer in layers]
+    parts = [(getattr(layer, "impl", None), getattr(layer, "prefill_backend", None)) for layer in layers]
     return sorted({type(part).__module__ for both in parts for part in both if part is not None})
 
 
 def count_plans() -> Counter[str]:
-    """Counts calls of our builder by their names, and the parts of its steps by theirs."""
+    """Counts calls of our classes by their names, and the parts of a builder's steps by theirs."""
+    from flashpage.engines.plugin.listed_plans import ListedPlans
     from flashpage.engines.vllm.plugin.builder import FlashpageBuilder
+    from flashpage.engines.vllm.plugin.latent_prefill import FlashpagePrefill
     from flashpage.engines.vllm.plugin.planner import GroupPlanner
 
     found = Counter[str]()
 
-    def counted(function: Any) -> Any:
+    def counted(name: str, function: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:
-            found[function.__name__] += 1
+            found[name] += 1
             return function(*given, **named)
 
         return call
 
-    for name in ("build_for_drafting", "update_block_table"):
-        setattr(FlashpageBuilder, name, counted(getattr(FlashpageBuilder, name)))
+    for owner, names in (
+        (FlashpageBuilder, ("build_for_drafting", "update_block_table")),
+        (FlashpagePrefill, ("run_prefill_new_tokens", "run_prefill_context_chunk")),
+        (ListedPlans, ("of",)),
+    ):
+        for name in names:
+            setattr(owner, name, counted(f"{owner.__name__}.{name}", getattr(owner, name)))
     plan = GroupPlanner.plan
 
     def plan_and_count(*given: Any, **named: Any) -> Any:
