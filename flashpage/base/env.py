@@ -20,6 +20,7 @@ VARIABLES = {
     "FLASHPAGE_CHECK_INDICES": "'on': plan checks page numbers and item lengths that live on the device (copies back)",
     "FLASHPAGE_CARD": "for tests: plan as for this row of the table of cards, 'RTX 4090' or 'H100:16' (with 16 SMs)",
     "FLASHPAGE_VLLM": "'on': vLLM's own choices of FLASH_ATTN, FLASHINFER, CPU_ATTN and for MLA are flashpage",
+    "FLASHPAGE_SGLANG": "'on': SGLang's backend for lists of tokens (dsa: DeepSeek V3.2, GLM-5) attends by flashpage",
     "FLASHPAGE_LOG": "1: log public calls; 3: with shapes, dtypes and strides; 5: and with minima, maxima, NaN counts",
     "FLASHPAGE_DUMP": "folder that keeps the inputs of calls that fail, for `flashpage replay`",
     "FLASHPAGE_NVTX": "'on': NVTX ranges around plan and run, with the kernel's name",
@@ -98,7 +99,14 @@ def problems() -> dict[str, str]:
     """The messages for all variables whose values are not accepted."""
     found = {}
     readers = {"FLASHPAGE_JOBS": count, "FLASHPAGE_THREADS": count, "FLASHPAGE_CXX": words}
-    switches = ("FLASHPAGE_JIT", "FLASHPAGE_PROGRESS", "FLASHPAGE_CHECK_INDICES", "FLASHPAGE_VLLM", "FLASHPAGE_NVTX")
+    switches = (
+        "FLASHPAGE_JIT",
+        "FLASHPAGE_PROGRESS",
+        "FLASHPAGE_CHECK_INDICES",
+        "FLASHPAGE_VLLM",
+        "FLASHPAGE_SGLANG",
+        "FLASHPAGE_NVTX",
+    )
     for name, read in (readers | dict.fromkeys(switches, is_on)).items():
         try:
             read(name)

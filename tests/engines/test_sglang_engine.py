@@ -209,3 +209,8 @@ def test_one_backend_for_prompts_and_one_for_decodes(pair: tuple[str, str], foun
 def test_the_example(tmp_path: Path, paths: tuple[Path, Path]) -> None:
     printed = call([str(ROOT / "examples" / "sglang_generate.py")], tmp_path, paths)
     assert printed.count("equal to transformers': True") == 3, printed
+
+
+def test_lists_of_tokens(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    """SGLang's backend for DeepSeek V3.2, up to the kernels of others."""
+    assert call([str(SUPPORT / "sglang_lists.py")], tmp_path, paths).split()[-1] == "equal"

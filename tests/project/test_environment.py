@@ -63,6 +63,7 @@ def test_every_variable_is_read_with_a_check(monkeypatch: pytest.MonkeyPatch) ->
         "FLASHPAGE_PROGRESS": lambda: env.is_off("FLASHPAGE_PROGRESS"),
         "FLASHPAGE_CHECK_INDICES": lambda: env.is_on("FLASHPAGE_CHECK_INDICES"),
         "FLASHPAGE_VLLM": lambda: env.is_on("FLASHPAGE_VLLM"),
+        "FLASHPAGE_SGLANG": lambda: env.is_on("FLASHPAGE_SGLANG"),
         "FLASHPAGE_CARD": lambda: devices.as_card(env.get("FLASHPAGE_CARD"), devices.H200),
         "FLASHPAGE_LOG": env.log_level,
         "FLASHPAGE_NVTX": lambda: env.is_on("FLASHPAGE_NVTX"),

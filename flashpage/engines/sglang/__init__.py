@@ -1,12 +1,14 @@
 """flashpage as SGLang's attention: `register` is an entry point of the group `sglang.srt.plugins`.
 
-`python -m sglang.launch_server --model-path MODEL --attention-backend flashpage` chooses it.
+`python -m sglang.launch_server --model-path MODEL --attention-backend flashpage` chooses it. With FLASHPAGE_SGLANG=on
+it is also inside SGLang's own backend for models whose indexer lists tokens.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ...base import env
 from .name import NAME
 
 
@@ -31,6 +33,10 @@ def register() -> None:
         if add is not None:
             add(NAME)
     hooks.register()
+    if env.is_on("FLASHPAGE_SGLANG"):
+        from . import listed
+
+        listed.register(ATTENTION_BACKENDS, register_attention_backend)
 
 
 def _create(runner: Any) -> Any:

@@ -75,8 +75,8 @@ def check_model(config: Any, topk: int) -> None:
 def _check_latent_model(config: Any, topk: int) -> None:
     if getattr(config.hf_text_config, "index_topk", None) is not None:
         raise ValueError(
-            "this model's layers choose the tokens that they see (DeepSeek sparse attention), which flashpage does not "
-            "serve in SGLang. Choose another --attention-backend."
+            "this model's layers choose the tokens that they see (DeepSeek sparse attention). flashpage serves them "
+            "inside SGLang's backend alone: set FLASHPAGE_SGLANG=on and choose --attention-backend dsa."
         )
     if topk > 1:
         raise ValueError(
