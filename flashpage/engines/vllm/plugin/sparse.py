@@ -176,7 +176,7 @@ class FlashpageSparseBackend(support.Answers, MLACommonBackend):
         """Blocks are whole rows apart, as for vLLM's own backends: vLLM 0.32 and newer read some caches as rows."""
         from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows
 
-        return align_blocks_to_rows(spec)
+        return align_blocks_to_rows(super().customize_spec(spec))
 
     @classmethod
     def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
