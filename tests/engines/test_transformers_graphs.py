@@ -96,6 +96,38 @@ def test_padded_steps_planned_on_the_device(starts: tuple[int, ...], window: int
     assert not found[sum(rows) :].any() and len(found) == sum(rows) + 7
 
 
+@pytest.mark.parametrize("window", [1, 8])
+def test_nothing_is_copied_to_the_host(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without memory have no numbers that the host could read. Layers with a window gather."""
+
+    class Planned:
+        def on_device(self, tables: Any, key: Any) -> Planned:
+            return self
+
+        def run(self, q: torch.Tensor, pages: Any, out: torch.Tensor, sinks: None) -> None:
+            assert (len(pages[0]), len(q)) == (50 if window == 1 else 9, 9)
+
+    monkeypatch.setattr(prompts, "plan_of", lambda *given: Planned())
+    config = transformers.LlamaConfig(num_hidden_layers=1)
+    empty = functools.partial(torch.empty, device="meta")
+    cache = SimpleNamespace(
+        config=config,
+        layer_index_to_group_indices=[(0, 0)],
+        sliding_windows=[window],
+        key_cache=[empty(50, 2, 16)],
+        value_cache=[empty(50, 2, 16)],
+        update=lambda key, value, **given: (key[0].transpose(0, 1), value[0].transpose(0, 1)),
+    )
+    ends = [empty(5, dtype=torch.int32) for _ in range(2)]
+    slots = [empty(size, dtype=torch.int64) for size in (20, 9)]
+    kwargs = {"cache": cache, "cu_seq_lens_q": ends[0], "cu_seq_lens_k": ends[1]}
+    kwargs |= {"read_index": slots[:1], "write_index": slots[1:]}
+    q, k, v = empty(1, 4, 9, 16), *(empty(1, 2, 9, 16) for _ in range(2))
+    layer = Layer(Call(4, 2, 16, 16, torch.float32, None, None, True, False), window - 1 or -1, None, None)
+    prompts.capture(config, True)
+    assert batching.attend(layer, 0, q, k, v, kwargs).shape == (1, 9, 4, 16)
+
+
 def test_the_kernel_is_a_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph has as many requests as rows, at most; by their average prompts would run in the tiles of decodes."""
     chosen_for = []
