@@ -162,6 +162,15 @@ def test_lengths_that_only_the_device_has(device: str) -> None:
     assert images._last[2:].tolist()[:40] == [40 if 12 <= row + 10 < 40 else -1 for row in range(40)]
 
 
+def test_ranges_of_requests_that_a_step_has_not(device: str) -> None:
+    """vLLM takes them from its batch, also in a step of its own that keeps other ranks company."""
+    step = STEPS["decodes of images that are past"]
+    scene = Scene(step.form, step.q_lens, step.kv_lens, device)
+    planner = planner_of(scene)
+    found = planner.plan(given(scene, step.ranges | {3: [(2, 30)], 7: [(2, 30)]}))
+    close(run(found, planner.plans.layers[0], scene.tensors()), scene.expected(masks=seen(step)))
+
+
 # ---------------------------------------------------------------- what is served
 
 

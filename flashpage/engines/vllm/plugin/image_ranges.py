@@ -70,11 +70,12 @@ class ImageRanges:
 
 def _spans(common: Any, lens: torch.Tensor) -> list[_Span]:
     """The rows of a step that see later tokens."""
-    found, starts = [], common.query_start_loc_cpu
-    for request, ranges in common.mm_req_doc_ranges.items():
-        begin, end = int(starts[request]), int(starts[request + 1])
-        if not ranges or end - begin <= 1:
+    found, starts = [], common.query_start_loc_cpu[: common.num_reqs + 1]
+    for request in (starts.diff() > 1).nonzero().flatten().tolist():  # decodes, which are most, see nothing new
+        ranges = common.mm_req_doc_ranges.get(request)
+        if not ranges:
             continue
+        begin, end = int(starts[request]), int(starts[request + 1])
         row_of_zero = end - int(lens[request])
         for first, last in ranges:
             span = _Span(request, max(begin, first + row_of_zero), min(end - 1, last + row_of_zero), int(last))
