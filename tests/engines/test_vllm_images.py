@@ -209,6 +209,7 @@ VISION = {"use_bidirectional_attention": "vision"}
         ({"text": VISION}, layers_of(16, 16, cuts=True), True),
         ({"text": VISION}, layers_of(None, cuts=True), False),
         ({"text": VISION}, layers_of(16, None, cuts=True), "share a KV cache group"),
+        ({"text": VISION}, [*layers_of(16, cuts=True), *layers_of(16)], True),  # a drafter's, whose guesses are checked
     ],
 )
 def test_layers_that_see_images(changes: dict[str, Any], layers: list[Any], expected: bool | str) -> None:

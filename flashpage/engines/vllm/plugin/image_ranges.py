@@ -96,15 +96,16 @@ def ranges_of(config: Any, layers: Sequence[Any], sizes: GroupSizes, device: tor
     text = config.model_config.hf_text_config
     longest = getattr(text, "sliding_window", None)  # vLLM drops longer ranges
     cuts = [getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers]
-    if getattr(text, "use_bidirectional_attention", None) == "vision":  # Gemma 4: layers that cut ranges see them
-        if any(cuts) != all(cuts):
+    windows = [layer.impl.options.values[True].window_left + 1 for layer in layers]  # 0: all tokens
+    # Gemma 4: layers that cut ranges see them, and next to them those of a drafter, which has no word for it.
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        if any(cuts) and not all(windows):
             raise NotImplementedError(
                 "flashpage: layers that see images in both directions and others share a KV cache group. "
                 "Leave out --disable-hybrid-kv-cache-manager, or choose another attention backend."
             )
-        return ImageRanges(sizes, device) if all(cuts) else None
-    for layer, is_cut in zip(layers, cuts, strict=True):
-        window = layer.impl.options.values[True].window_left + 1  # 0: all tokens
+        return ImageRanges(sizes, device) if any(cuts) else None
+    for window, is_cut in zip(windows, cuts, strict=True):
         if window and not is_cut and (longest is None or longest > window):
             raise NotImplementedError(
                 f"flashpage: images of up to {longest or 'any number of'} tokens, whose tokens see each other, do not "
