@@ -143,6 +143,17 @@ def test_drafts_after_an_image(device: str, monkeypatch: pytest.MonkeyPatch) -> 
     close(found, scene.expected(masks=seen(step)))
 
 
+@pytest.mark.parametrize("name", ["decodes and text before it", "drafts before it"])
+def test_another_default_device(name: str, device: str) -> None:
+    """As an engine sets it that makes its tensors on a card; what the host counts stays there."""
+    step = STEPS[name]
+    scene = Scene(step.form, step.q_lens, step.kv_lens, device)
+    planner, common = planner_of(scene, **step.sizes), given(scene, step.ranges)
+    with torch.device("meta"):
+        planned = planner.plan(common)
+    close(run(planned, planner.plans.layers[0], scene.tensors()), scene.expected(masks=seen(step)))
+
+
 def test_images_before_a_shared_prefix(device: str) -> None:
     """No cascade: it has no mask."""
     step = STEPS["two requests"]

@@ -58,7 +58,7 @@ class ImageRanges:
             return None
         requests, first = common.num_reqs, min(span.request for span in spans)
         rows = int(common.query_start_loc_cpu[requests])
-        last = torch.full((rows,), -1, dtype=torch.int32, pin_memory=self._last.is_cuda)
+        last = torch.full((rows,), -1, dtype=torch.int32, device="cpu", pin_memory=self._last.is_cuda)
         for span in spans:
             last[span.begin : span.end].clamp_(min=span.last)
         self._last[:rows].copy_(last, non_blocking=True)
