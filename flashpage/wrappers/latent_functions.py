@@ -34,6 +34,7 @@ class LatentCall(NamedTuple):
     q_len: int = 0  # rows of every request; 0: tables.q_indptr says
     causal: bool = True
     out_dtype: Any = None  # None: the query's
+    uncut: bool = False  # no request is cut
 
     def planned(self, sm_scale: Any, key: Hashable = None) -> tuple[Attention, RunOptions]:
         """The Attention with a plan of these lengths, and the values of its runs; `key`: FunctionPlan.on_device."""
@@ -56,6 +57,7 @@ class LatentCall(NamedTuple):
             q_data_type=self.query.dtype,
             kv_data_type=self.cache.dtype,
             o_data_type=self.out_dtype,
+            disable_split_kv=self.uncut,
             q_len_per_req=self.q_len,
         )
         plan = plan_of(self.query.device, "NHD", arguments)
