@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import math
+from typing import Any
 
 import torch
 
@@ -12,37 +13,10 @@ from ...wrappers.lse_mode import LN_2
 from ..flash_attn import functions as flash_attn
 from . import sparse
 from .functions import NAMES
+from .largest import MaxLogits, Scores
 
 _NAMES = {inner: "kv" if name == "k_cache" else name for inner, name in NAMES.items() if inner != "sm_scale"}
 _NAMES |= {"head_dim_ckv": "d_v", "head_dim_kpe": "head_dim of q less d_v", "kv_data_type": "dtype of kv"}
-
-_NO_MAXIMUM = (
-    "max_logits of flash_mla_sparse_fwd is not supported: no kernel here writes the largest scores; use lse, which is "
-    "at least as large and at most log(topk) larger."
-)
-
-
-class MaxLogits:
-    """Stands in place of FlashMLA's max_logits. Callers may ignore it; any use raises a CapabilityError."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)  # copies and inspections of objects look such names up
-        raise CapabilityError(_NO_MAXIMUM)
-
-    def _refused(self, *_: Any) -> NoReturn:
-        raise CapabilityError(_NO_MAXIMUM)
-
-    @classmethod
-    def __torch_function__(cls, *_: Any) -> NoReturn:
-        raise CapabilityError(_NO_MAXIMUM)
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refused
-    __pow__ = __rpow__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __hash__ = _refused
-    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __array__ = _refused
-
-
-MAX_LOGITS = MaxLogits()
 
 
 @named(_NAMES)
@@ -70,13 +44,17 @@ def flash_mla_sparse_fwd(
         attn_sink: [heads] fp32: the output is multiplied by exp(lse) / (exp(lse) + exp(attn_sink)).
         topk_length: [rows] int32, entries of each list that are used; None: all.
         use_legacy: accepted and not used, as one function serves both.
-        return_log2_lse: whether the LSE is a logarithm to base 2 (None: natural); False: no LSE is returned.
+        return_log2_lse: whether the LSE is a logarithm to base 2, and max_logits in its units (None: natural); False:
+            neither is returned.
         indexer_topk: of later versions; 0.
 
     Returns:
-        The output [rows, heads, d_v]; in place of FlashMLA's max_logits an object whose use is refused, as no kernel
-        writes the largest scores; and the LSE [rows, heads] fp32, without the sink. With return_log2_lse=False the last
-        two are None. A row that sees no token has out = 0 and an LSE of -inf.
+        The output [rows, heads, d_v]; max_logits [rows, heads] fp32, the largest scores; and the LSE [rows, heads]
+        fp32, without the sink. With return_log2_lse=False the last two are None. A row that sees no token has out = 0
+        and -inf in both.
+
+        max_logits is computed when it is first used, by torch and for as long as some calls: no kernel writes it.
+        Until then it keeps q and kv; if they were written to in between, its use is refused.
     """
     checks.flag("use_legacy", use_legacy, RunError)
     if return_log2_lse is not None:
@@ -93,10 +71,15 @@ def flash_mla_sparse_fwd(
     lists = sparse.lists_of(kv, indices, topk_length, (len(q), 1), ("kv", "indices", "topk_length"))
     lists = lists._replace(indices=torch.where(lists.indices < len(kv), lists.indices.clamp(min=-1), -1))
     call = sparse.SparseCall(q, d_v, checks.real("sm_scale", sm_scale, error=RunError))
-    out, lse = sparse.attend(call, [lists], attn_sink)
+    out, lse_2 = call.state(lists)
+    lse = lse_2 * LN_2
+    out = sparse.with_sink(call, out, lse, attn_sink)
     if return_log2_lse is False:
         return out, None, None
-    return out, MAX_LOGITS, lse / LN_2 if return_log2_lse else lse
+    scores = Scores(q, lists, call.sm_scale, lse_2)
+    if return_log2_lse:
+        return out, MaxLogits(scores, math.log2(math.e)), lse_2.clone()
+    return out, MaxLogits(scores, 1.0), lse
 
 
 def flash_attn_varlen_func(

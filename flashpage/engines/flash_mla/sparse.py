@@ -97,6 +97,11 @@ def attend(call: SparseCall, lists: list[Lists], attn_sink: torch.Tensor | None)
     for others in lists[1:]:
         merge_state_in_place(out, lse, *call.state(others))
     lse = lse * LN_2
+    return with_sink(call, out, lse, attn_sink), lse
+
+
+def with_sink(call: SparseCall, out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tensor:
+    """The output in the query's type, multiplied by exp(lse) / (exp(lse) + exp(attn_sink))."""
     if attn_sink is not None:
         sink = checks.tensor(attn_sink, "attn_sink", RunError)
         if sink.shape != lse.shape[1:] or sink.dtype != torch.float32:
@@ -105,8 +110,8 @@ def attend(call: SparseCall, lists: list[Lists], attn_sink: torch.Tensor | None)
                 f"pass float32 of {tuple(lse.shape[1:])}."
             )
         kept = (lse - sink).sigmoid().nan_to_num(0.0).unsqueeze(-1)
-        return torch.mul(out, kept, out=torch.empty_like(out, dtype=call.query.dtype)), lse
-    return out.to(call.query.dtype), lse
+        return torch.mul(out, kept, out=torch.empty_like(out, dtype=call.query.dtype))
+    return out.to(call.query.dtype)
 
 
 def check_format(kv_format: Any, cache: torch.Tensor | None) -> None:
