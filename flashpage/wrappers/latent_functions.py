@@ -35,6 +35,7 @@ class LatentCall(NamedTuple):
     causal: bool = True
     out_dtype: Any = None  # None: the query's
     uncut: bool = False  # no request is cut
+    has_scales: bool = False  # rows of e4m3, whose scales the run is given
 
     def planned(self, sm_scale: Any, key: Hashable = None) -> tuple[Attention, RunOptions]:
         """The Attention with a plan of these lengths, and the values of its runs; `key`: FunctionPlan.on_device."""
@@ -42,7 +43,7 @@ class LatentCall(NamedTuple):
             raise RunError(
                 f"q has {self.query.shape[2]} columns but paged_kv_cache has {self.cache.shape[2]}: pass equal ones."
             )
-        if self.cache.dtype != self.query.dtype:
+        if self.cache.dtype != self.query.dtype and not self.has_scales:
             raise RunError(
                 f"paged_kv_cache has dtype {self.cache.dtype} but q has {self.query.dtype}: pass rows of the same type."
             )

@@ -160,10 +160,10 @@ def test_prefill() -> None:
         ({"extra_k_cache": torch.zeros(2, 2, 1, CKV + KPE)}, "extra_indices_in_kvcache"),
         ({"extra_topk_length": torch.zeros(3).int()}, "extra_topk_length without extra_k_cache"),
         ({"indices": None, "topk_length": torch.zeros(3).int()}, "topk_length"),
-        ({"indices": None, "is_fp8_kvcache": True}, "True without indices is not supported: pass indices, or rows in"),
+        ({"indices": None, "is_fp8_kvcache": True}, "is_fp8_kvcache=True but k_cache has dtype torch.float32"),
         (
             {"indices": None, "k_cache": torch.zeros(2, 2, 1, 656).byte()},
-            "are read with indices alone; pass indices, or",
+            "are read with indices alone: pass indices, or",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -12,10 +12,9 @@ import torch
 
 from ...base import checks
 from ...base.errors import CapabilityError, RunError, named
-from ...run.checks import NO_SCALES
 from ...wrappers.function_plans import Tables, key_of_step
 from ...wrappers.latent_functions import LatentCall
-from . import sparse
+from . import scaled_rows, sparse
 from .metadata import FlashMLASchedMeta, take
 
 NAMES = {"seq_lens": "cache_seqlens", "block_tables": "block_table", "head_dim_ckv": "head_dim_v"}
@@ -23,7 +22,7 @@ NAMES |= {"num_heads": "heads of q", "head_dim_kpe": "head_dim of q less head_di
 NAMES |= dict.fromkeys(("paged_kv_cache", "kv_cache", "k", "ckv_cache", "kpe_cache"), "k_cache") | {
     "sm_scale": "softmax_scale"
 }
-NAMES |= {"kv_data_type": "dtype of k_cache"}
+NAMES |= {"kv_data_type": "dtype of k_cache", "k_scale": "descale_k", "v_scale": "descale_k"}
 
 _NO_SPARSE = "it belongs to sparse attention: pass indices too, or leave it None"
 
@@ -55,9 +54,11 @@ def flash_mla_with_kvcache(
     """Attention of a few rows of each request over latent rows in pages.
 
     Args:
-        q: [batch, rows, heads, head_dim], any number of heads.
-        k_cache: [pages, page_size, 1, head_dim], pages of any size; its first head_dim_v columns are V. With `indices`
-            also DeepSeek's fp8 rows, [pages, page_size, 1, 656 or 584] bytes.
+        q: [batch, rows, heads, head_dim], any number of heads; of float8_e4m3fn over such a cache, too: it is converted
+            to bf16, in which outputs are then.
+        k_cache: [pages, page_size, 1, head_dim], pages of any size; its first head_dim_v columns are V. Rows are of q's
+            type or, with descale_k, of float8_e4m3fn, which need is_fp8_kvcache=True or None. With
+            `indices` also DeepSeek's fp8 rows, [pages, page_size, 1, 656 or 584] bytes.
         block_table: [batch, pages] int32; None with `indices`.
         cache_seqlens: [batch] int32, tokens of each request, the rows' own included; None with `indices`.
         head_dim_v: columns of V and of the output.
@@ -65,7 +66,7 @@ def flash_mla_with_kvcache(
         num_splits: None.
         softmax_scale: multiplies the scores; None: head_dim ** -0.5.
         causal: row r of a request sees tokens up to tokens - rows + r; False with `indices`.
-        is_fp8_kvcache: with `indices` accepted and not used, as k_cache says it; without, None or False.
+        is_fp8_kvcache: with `indices` accepted and not used, as k_cache says it; without, None or what k_cache has.
         indices: [batch, rows, topk] int32, the tokens that a row reads: page * page_size + token of the page; -1: none.
         attn_sink: with `indices`: [heads] fp32: the output is multiplied by exp(lse) / (exp(lse) + exp(attn_sink)).
         extra_k_cache, extra_indices_in_kvcache: with `indices`: another cache and its lists, which join the softmax.
@@ -74,7 +75,7 @@ def flash_mla_with_kvcache(
         use_legacy: accepted and not used, as one function reads all formats.
         kv_format: with `indices` and rows of bytes: "V32" (656) or "V4" (584), which k_cache must have; None: as its
             rows say.
-        descale_q, descale_k: refused.
+        descale_q, descale_k: without `indices`, [1] fp32: what the elements of float8_e4m3fn are multiplied by.
 
     Returns:
         The output [batch, rows, heads, head_dim_v], and the LSE [batch, heads, rows] fp32, a natural logarithm. A row
@@ -98,6 +99,12 @@ def flash_mla_with_kvcache(
         raise RunError("q has 0 rows a request: pass at least one.")
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.real("softmax_scale", softmax_scale, error=RunError)
     if indices is not None:
+        for name, value in (("descale_q", descale_q), ("descale_k", descale_k)):
+            if value is not None:
+                raise CapabilityError(
+                    f"{name}={checks.shown(value)} is not supported with indices: pass None, as rows of bytes hold "
+                    "their scales."
+                )
         if causal:
             raise RunError("causal=True with indices: the lists say what a row sees, pass False.")
         lists = [sparse.lists_of(cache, indices, topk_length, (batch, rows), ("k_cache", "indices", "topk_length"))]
@@ -111,9 +118,6 @@ def flash_mla_with_kvcache(
         found = _unflattened(*sparse.attend(chosen, lists, attn_sink), batch, rows)
         tile_scheduler_metadata.first_used(config)
         return found
-    for name, value in (("descale_q", descale_q), ("descale_k", descale_k)):
-        if value is not None:
-            raise CapabilityError(f"{name}={checks.shown(value)} is not supported: pass None, as rows have 16 bits.")
     _refuse_sparse(
         attn_sink=attn_sink,
         extra_k_cache=extra_k_cache,
@@ -121,19 +125,21 @@ def flash_mla_with_kvcache(
         topk_length=topk_length,
         extra_topk_length=extra_topk_length,
     )
-    if is_packed:
+    if is_packed and (cache.dtype != torch.float8_e4m3fn or cache.shape[2] != q.shape[3]):
         raise RunError(
-            "k_cache has rows of bytes: they are read with indices alone; pass indices, or rows of q's type."
+            f"k_cache has rows of {cache.shape[2]} {cache.dtype}, which are read with indices alone: pass indices, or "
+            f"rows of {q.shape[3]} float8_e4m3fn with descale_k, or rows of q's type."
         )
-    if is_fp8:
-        raise CapabilityError("is_fp8_kvcache=True without indices is not supported: pass indices, or rows in 16 bits.")
+    query, scales = scaled_rows.with_scales(q.flatten(0, 1), cache, is_fp8, descale_q, descale_k)
     lengths = checks.tensor(cache_seqlens, "cache_seqlens", RunError)
     tables = checks.tensor(block_table, "block_table", RunError)
     if lengths.numel() != batch:
         raise RunError(f"q is for {batch} requests but cache_seqlens has {lengths.numel()}: pass equally many.")
-    call = LatentCall(q.flatten(0, 1), cache, head_dim_v, Tables(lengths, tables), rows, causal, uncut=uncut)
+    call = LatentCall(
+        *(query, cache, head_dim_v, Tables(lengths, tables), rows, causal), uncut=uncut, has_scales=is_fp8
+    )
     attention, values = call.planned(scale, key_of_step(tile_scheduler_metadata.key, lengths, tables))
-    out, lse = attention.run_of("basee")(call.query, call.cache, None, None, True, values, NO_SCALES)
+    out, lse = attention.run_of("basee")(call.query, call.cache, None, None, True, values, scales)
     tile_scheduler_metadata.first_used(config)
     return _unflattened(out, lse, batch, rows)
 
