@@ -52,7 +52,7 @@ def test_queries_in_16_bits(rows: int, causal: bool, is_fp8: Any) -> None:
     out, lse = flash_mla_with_kvcache(**given)
     exact, exact_lse = expected(given, causal)
     assert out.dtype is torch.bfloat16 and (out.cpu().double() - exact).norm() < 2**-7 * exact.norm()
-    torch.testing.assert_close(lse.transpose(1, 2).cpu().double(), exact_lse * math.log(2), atol=2e-3, rtol=0)
+    torch.testing.assert_close(lse.transpose(1, 2).cpu().double(), exact_lse * math.log(2), atol=4e-3, rtol=0)
 
 
 @pytest.mark.parametrize("q_scale", [0.25, 0.3])
