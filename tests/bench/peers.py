@@ -129,15 +129,20 @@ def wrapper_call(
 
 
 def flashinfer_call(batch: Batch, backend: str) -> Call | None:
-    """FlashInfer, which uses tensor cores in decode only if use_tensor_cores is set. 0.7.2 ends with an illegal access
-    of memory in fa2 over ragged rows of 96 columns."""
+    """FlashInfer, which uses tensor cores in decode only if use_tensor_cores is set."""
     case = batch.case
-    if backend == "fa2" and case.head_dim == 96 and not case.page_size:
+    if backend == "fa2" and ends_the_process(case):
         return None
     options: dict[str, object] = {"use_tensor_cores": True} if case.q_len == 1 else {}
     if case.has_sinks:
         options["jit_args"] = flashinfer_sinks(case, backend)
     return wrapper_call("flashinfer", batch, backend=backend, **options)
+
+
+def ends_the_process(case: Case) -> bool:
+    """Whether fa2 of FlashInfer 0.7.2 ends with an illegal access of memory, after which no call of the process works:
+    in decode by tensor cores of 96 and 112 columns, and over ragged rows of 96."""
+    return case.head_dim in (96, 112) if case.q_len == 1 else case.head_dim == 96 and not case.page_size
 
 
 def flashinfer_sinks(case: Case, backend: str) -> list[object]:
