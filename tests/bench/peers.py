@@ -235,6 +235,36 @@ def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
     return lambda: fa3.flash_attn_with_kvcache(batch.q, k, v, **options)
 
 
+XQA_PAGES = (16, 32, 64, 128)  # tokens
+XQA_SEMAPHORES = 8 << 20  # bytes at the workspace's start that must be zero
+
+
+def xqa_call(batch: Batch) -> Call | None:
+    """XQA, FlashInfer's decode of TensorRT-LLM's kernels, with q in bf16. Its window counts the tokens before the
+    row's own, as ours."""
+    case, device = batch.case, batch.device
+    is_decode = case.q_len == 1 and case.page_size in XQA_PAGES and case.value_dim == case.head_dim
+    types = case.q_dtype == torch.bfloat16 and case.kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    group = case.num_q_heads // case.num_kv_heads
+    columns = case.head_dim % 16 == 0 and case.head_dim <= (512 if group <= 16 else 256)
+    if not (is_decode and types and columns) or case.soft_cap:
+        return None
+    xqa = importlib.import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
+    kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32, device=device).view(torch.uint32)
+    workspace = torch.zeros(XQA_SEMAPHORES + (504 << 20), dtype=torch.uint8, device=device)
+    options: dict[str, object] = {
+        "bmm1_scale": case.head_dim**-0.5,
+        "bmm2_scale": 1.0,
+        "out": torch.empty_like(batch.q),
+    }
+    if case.window_left >= 0:
+        options["window_left"] = case.window_left
+    if batch.sinks is not None:
+        options["sinks"] = batch.sinks
+    table, kv = batch.table.rectangular(), (batch.cache[:, 0], batch.cache[:, 1])
+    return lambda: xqa(batch.q, kv, workspace, table, kv_lens, max(batch.kv_lens), **options)
+
+
 PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: module that it needs, how it is called
     "flashpage": ("flashpage", lambda batch: wrapper_call("flashpage", batch)),
     "flashpage sm80": ("flashpage", sm80_call),
@@ -244,6 +274,7 @@ PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: modul
         "flashinfer",
         lambda batch: flashinfer_call(batch, "fa3") if batch.case.q_len > 1 else None,
     ),
+    "xqa": ("flashinfer", xqa_call),
     "fa3": ("flash_attn_interface", fa3_call),
     "fa3 scheduled": ("flash_attn_interface", lambda batch: fa3_call(batch, is_scheduled=True)),
     "torch cudnn": ("torch", lambda batch: torch_call(SDPBackend.CUDNN_ATTENTION, batch)),
@@ -252,10 +283,14 @@ PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: modul
 }
 
 
+# Peers that end a process in which they compute several cases: `gpu.py --apart` gives each case its own.
+ALONE = ("xqa",)
+
+
 def installed(peers: Mapping[str, tuple[str, Any]] = PEERS) -> list[str]:
-    """Labels of the peers that can be imported here. flashpage's other kernels run only if they are named."""
+    """Labels of the peers that can be imported here. flashpage's other kernels and ALONE run only if they are named."""
     return [
         label
         for label, (module, _) in peers.items()
-        if importlib.util.find_spec(module) and not label.startswith("flashpage ")
+        if importlib.util.find_spec(module) and not label.startswith("flashpage ") and label not in ALONE
     ]

@@ -24,6 +24,7 @@ MIXED = ("--small", "--device", "cpu", "--repeats", "1", "--rounds", "1")
 PROGRAMS = [  # program and arguments, and a line that it prints
     (("host.py", "--device", "cpu", "--repeats", "3"), "| run, prefill, out= given | 1 |"),
     (("gpu.py", "decode", "--only", "Zipf", *SMALL), "| batch 64, context 4k, Zipf | flashpage |"),
+    (("gpu.py", "decode", "--apart", "--only", "page 64", *SMALL), "| batch 64, context 4k, page 64 | flashpage |"),
     (("gpu.py", "more-decode", "--only", "chat", *SMALL), "| batch 256, chat | flashpage |"),
     (("gpu.py", "prefill", "--only", "16 x 1k", *SMALL), "| ragged 16 x 1k | flashpage |"),
     (("gpu.py", "fp8-prefill", "--only", "4 x 4k", *SMALL), "| e4m3, page 16, 4 x 4k | flashpage |"),

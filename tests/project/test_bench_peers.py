@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 
@@ -48,3 +51,67 @@ def test_calls_that_end_the_process_are_left_out(
     changed = dataclasses.replace(case, head_dim=columns, q_len=rows, page_size=page_size)
     found = peers.flashinfer_call(types.SimpleNamespace(case=changed), "fa2")
     assert (found, len(calls)) == ((None, 0) if is_left_out else ("a call", 1))
+
+
+E4M3 = torch.float8_e4m3fn
+NOT_XQA = [
+    {"page_size": 1},
+    {"page_size": 8},
+    {"page_size": 256},
+    {"page_size": 0},
+    {"q_len": 2},
+    {"soft_cap": 50.0},
+    {"head_dim": 72},
+    {"head_dim": 528},
+    {"head_dim": 320, "num_q_heads": 64},
+    {"head_dim_vo": 32},
+    {"q_dtype": E4M3},
+    {"kv_dtype": torch.float8_e5m2},
+]
+
+
+@pytest.mark.parametrize("change", NOT_XQA, ids=str)
+def test_xqa_is_not_given_what_it_does_not_take(change: dict[str, Any], peers: Any, case: Any) -> None:
+    changed = dataclasses.replace(case, **change)
+    assert peers.xqa_call(types.SimpleNamespace(case=changed, device=torch.device("cpu"))) is None
+
+
+@pytest.mark.parametrize("change", [{}, {"kv_dtype": E4M3}, {"window_left": 7}, {"has_sinks": True}], ids=str)
+def test_xqa_is_given_the_batch(change: dict[str, Any], peers: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in computes attention of what arrives, by the meaning that FlashInfer gives to its arguments."""
+    batch = peers.Batch(dataclasses.replace(case, **change), torch.device("cpu"))
+    assert min(batch.kv_lens) < max(batch.kv_lens)
+
+    def xqa(q: Any, kv: Any, workspace: Any, table: Any, lens: Any, longest: int, **options: Any) -> torch.Tensor:
+        assert lens.dtype == torch.uint32 and longest == max(batch.kv_lens) and not workspace[: 8 << 20].any()
+        assert options["bmm2_scale"] == 1.0 and options["out"].shape == q.shape
+        for i, length in enumerate(lens.view(torch.int32).tolist()):
+            k, v = (x[table[i].long()].flatten(0, 1)[:length].float() for x in kv)
+            scores = torch.einsum("hgd,khd->hgk", q[i].float().view(2, 2, 64), k) * options["bmm1_scale"]
+            if (left := options.get("window_left", -1)) >= 0:
+                scores[..., : max(0, length - 1 - left)] = float("-inf")
+            sinks = options["sinks"].view(2, 2, 1) if "sinks" in options else torch.full((2, 2, 1), float("-inf"))
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+            options["out"][i] = torch.einsum("hgk,khd->hgd", weights, v).view(4, 64)
+        return options["out"]
+
+    module = types.ModuleType("flashinfer.decode")
+    monkeypatch.setattr(module, "xqa_batch_decode_with_kv_cache", xqa, raising=False)
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", module)
+    assert batch.error(peers.PEERS["xqa"][1](batch)()) < 5e-3
+
+
+def test_xqa_runs_only_if_it_is_named(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert "flashinfer fa2" in peers.installed() and "xqa" not in peers.installed()
+
+
+def test_a_case_alone_that_ends_its_process(peers: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run goes on, and says so."""
+    import gpu
+
+    options = ["decode", "--apart", "--device", "no device", "--only", "Zipf", "--libraries", "flashpage"]
+    assert gpu.main(options) == 1
+    out, error = capfd.readouterr()
+    assert "| batch 64, context 4k, Zipf | | its process ended with 1 | | |" in out and "no device" in error
