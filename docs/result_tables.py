@@ -59,15 +59,24 @@ def origin(lines: list[Line]) -> str:
     runs = {(line["date"], line["commit"], line["command"]) for line in lines}
     texts = [f"{date}, commit {commit}, `{command}`" for date, commit, command in sorted(runs)]
     versions = {f"{key} {value}" for line in lines for key, value in line["versions"].items()}
-    clocks = [line["clocks"] for line in lines if line.get("clocks")]
     text = f"{lines[0]['machine']}; {'; '.join(texts)}. Versions: {', '.join(sorted(versions))}."
-    if clocks:
-        spans = [
-            f"{min(c[key] for c in clocks):.0f} to {max(c[key] for c in clocks):.0f} {unit}"
-            for key, unit in (("sm_mhz", "MHz"), ("watts", "W"), ("celsius", "degrees Celsius"))
-        ]
-        text += f" The card after each case: {', '.join(spans)}."
-    return text
+    if cards := sorted({line["uuid"] for line in lines if line.get("uuid")}):
+        text += f" Card{'s' if len(cards) > 1 else ''} {', '.join(cards)}."
+    clocks = [line["clocks"] for line in lines if line.get("clocks")]
+    during = [found for found in clocks if found.get("samples")]
+    after = [found for found in clocks if not found.get("samples")]
+    return text + spans("The card after each case", after) + spans("The card inside of the timed rounds", during)
+
+
+def spans(what: str, clocks: list[Line]) -> str:
+    """The sentence on the least and the largest clock, power and temperature."""
+    if not clocks:
+        return ""
+    found = [
+        f"{min(c[key] for c in clocks):.0f} to {max(c[key] for c in clocks):.0f} {unit}"
+        for key, unit in (("sm_mhz", "MHz"), ("watts", "W"), ("celsius", "degrees Celsius"))
+    ]
+    return f" {what}: {', '.join(found)}."
 
 
 def card_table(lines: list[Line]) -> str:

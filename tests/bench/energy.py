@@ -6,14 +6,14 @@ microseconds.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
 import sys
 import time
 
 import torch
+from board import Board
 from peers import PEERS, Batch, Call
-from record import Recorder, card_uuid
+from record import Recorder
 from workloads import Case
 
 _LONG = {"batch": 1, "page_size": 0}
@@ -25,43 +25,18 @@ CASES = (
 )
 
 
-class Board:
-    """The energy counter of the current device, which NVML updates every 20 to 100 ms."""
-
-    def __init__(self) -> None:
-        self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        self.device = ctypes.c_void_p()
-        self.call("nvmlInit_v2")
-        self.call("nvmlDeviceGetHandleByUUID", card_uuid().encode(), ctypes.byref(self.device))
-
-    def call(self, name: str, *arguments: object) -> None:
-        if code := getattr(self.nvml, name)(*arguments):
-            raise RuntimeError(f"{name} failed with NVML's code {code}")
-
-    def joules(self) -> float:
-        """Since the driver was loaded."""
-        millijoules = ctypes.c_ulonglong()
-        self.call("nvmlDeviceGetTotalEnergyConsumption", self.device, ctypes.byref(millijoules))
-        return millijoules.value / 1e3
-
-    def sm_mhz(self) -> int:
-        mhz = ctypes.c_uint()
-        self.call("nvmlDeviceGetClockInfo", self.device, 1, ctypes.byref(mhz))
-        return mhz.value
-
-
 def spend(call: Call, seconds: float, board: Board) -> dict[str, float]:
     """Microseconds, joules and watts of a call that is repeated for so many seconds, and the clock halfway."""
     call()
     torch.cuda.synchronize()
     begin, joules = time.perf_counter(), board.joules()
-    calls, mhz = 0, 0
+    calls, mhz = 0, 0.0
     while (spent := time.perf_counter() - begin) < seconds:
         for _ in range(8):
             call()
         torch.cuda.synchronize()
         calls += 8
-        mhz = mhz or (board.sm_mhz() if spent > seconds / 2 else 0)
+        mhz = mhz or (board.reading().sm_mhz if spent > seconds / 2 else 0)
     joules = board.joules() - joules
     return {"us": spent / calls * 1e6, "joules": joules / calls, "watts": joules / spent, "sm_mhz": mhz}
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from board import SAMPLES
 from latent_peers import LATENT_PEERS, LatentBatch
 from peers import ALONE, PEERS, Batch, Call, installed
 from record import Recorder
@@ -93,6 +94,7 @@ class GpuClock:
             call()
             pair[1].record()
             pairs.append(pair)
+        SAMPLES.read()  # while the card computes what was launched
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in pairs) * 1e-3
 

@@ -141,6 +141,22 @@ def test_a_sweep_has_a_summary_and_the_cases_behind() -> None:
     ]
 
 
+def test_a_table_says_when_its_cards_were_read() -> None:
+    """Lines of older runs have the card's state after a case and no UUID."""
+    during = {"sm_mhz": 1700.0, "watts": 650.0, "celsius": 60.0, "samples": 20}
+    lines = [
+        line("decode", "batch 1"),
+        line("decode", "batch 2", uuid="1a2b3c4d", clocks=during),
+        line("decode", "batch 3", uuid="1a2b3c4d", clocks=during | {"sm_mhz": 1800.0}),
+    ]
+    others = "500 to 500 W, 40 to 40 degrees Celsius", "650 to 650 W, 60 to 60 degrees Celsius"
+    words = f"The card after each case: 1980 to 1980 MHz, {others[0]}."
+    words += f" The card inside of the timed rounds: 1700 to 1800 MHz, {others[1]}."
+    text = figures().page(lines)
+    assert f" Card 1a2b3c4d. {words}" in text
+    assert "Cards 1a2b3c4d, ffffffff." in figures().page([*lines, line("decode", "batch 4", uuid="ffffffff")])
+
+
 def test_a_later_run_replaces_an_earlier_one(tmp_path: Path) -> None:
     module = figures()
     module.HERE = tmp_path
