@@ -121,3 +121,39 @@ def test_the_card_is_read_while_it_computes(nvml: Nvml, monkeypatch: pytest.Monk
     clock.repeats, clock.flush = 2, torch.zeros(1)
     assert clock.seconds(lambda: steps.append("call")) == 2e-3
     assert steps[steps.index("wait") :] == ["wait", *["event", "call", "event"] * 2, "read", "wait"]
+
+
+def test_energy_is_counted_from_step_to_step(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter of 400 W that moves every 70 ms, so that two readings at any time may be wrong by such a step. Calls
+    take 10 ms on the card."""
+    import energy
+
+    now, busy_until = [0.03], [0.0]
+
+    class Board:
+        def joules(self) -> float:
+            return 28.0 * (now[0] // 0.07)
+
+        def reading(self) -> Any:
+            return energy.Reading(1500.0 if now[0] < 0.6 else 1700.0, 0.0, 0.0)
+
+    def call() -> None:
+        busy_until[0] = max(busy_until[0], now[0]) + 0.01
+
+    def mark() -> Any:
+        at = busy_until[0]
+        return lambda: now[0] >= at
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(energy.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(energy.time, "sleep", pass_time)
+    found = energy.spend(call, 1.0, Board(), mark)
+    assert found["watts"] == pytest.approx(400, rel=2e-3)
+    assert found["us"] == pytest.approx(10_000, rel=1e-2)
+    assert found["joules"] == pytest.approx(4, rel=1e-2)
+    assert 1550 < found["sm_mhz"] < 1650
+    monkeypatch.setattr(Board, "joules", lambda _: 1.0)
+    with pytest.raises(RuntimeError, match="has not moved for 5 s"):
+        energy.spend(call, 1.0, Board(), mark)
