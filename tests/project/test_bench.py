@@ -144,6 +144,20 @@ def test_attention_of_torch() -> None:
     assert done.stdout.count("| flashpage |") == 11
 
 
+def test_options_with_scales() -> None:
+    """Scales by head and by request over bf16 and e4m3 caches have times, not refusals."""
+    environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
+    small = ["--small", "--device", "cpu", "--repeats", "1", "--only", "scales", "--cases", "decode,decode-e4m3,16k"]
+    done = programs.run([BENCH / "variants_bench.py", "options", *small], env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| scales, ")]
+    assert all(float(number) > 0 for row in rows for number in row[1:4])
+    names = [row[0].removeprefix("| scales, ") for row in rows]
+    by_request = "k and v by request and head", "q by head, k and v by request and head"
+    for name in ("v by head", "q, k and v by head", *by_request):
+        assert names.count(name) == (2 if name in by_request else 3)
+
+
 @pytest.mark.rare
 def test_batches_of_transformers() -> None:
     """FlashAttention is left out with a reason, and sdpa gives the same tokens."""
