@@ -42,6 +42,7 @@ TITLES = {  # sections in the order of the page
     "engine": "flashpage's engine, tokens per second by attention",
     "engine-steps": "Where a step of flashpage's engine spends its time",
     "host": "Host time of plan and run",
+    "cold": "First calls of a process",
     "sglang": "SGLang, tokens per second by attention backend",
     "vllm": "vLLM, tokens per second by attention backend",
     "transformers": "transformers, tokens per second of `generate_batch` by attention",
@@ -134,6 +135,22 @@ def host_table(lines: list[Line]) -> str:
         rows.append([line["case"], line["batch"], f"{own:.1f}", *(cells if has_peer else []), *targets])
     peer_header = ["FlashInfer us", "FlashInfer / flashpage"] if has_peer else []
     return table(["what", "batch", "us", *peer_header, "must", "goal"], rows)
+
+
+def cold_table(lines: list[Line]) -> str:
+    """Seconds of a process's first calls, with and without the import of torch, and their targets."""
+    labels = list(dict.fromkeys(label for line in lines for label in line["seconds"]))
+    rows = []
+    for line in lines:
+        times = [times.get(label) for times in (line["seconds"], line["with_torch"]) for label in labels]
+        rows.append([line["case"], *("" if n is None else f"{n:.3f}" for n in times), line["must"] or ""])
+    words = [
+        "A call is a wrapper's construction, plan and run, in a new process.",
+        "The seconds are those of the library's import and the call, of a cached kernel those of the call alone after",
+        "one of the other kind; with torch they begin with the process.",
+    ]
+    header = ["first call", *(f"{name(label)} s{more}" for more in ("", ", with torch") for label in labels), "must"]
+    return f"{' '.join(words)}\n\n{table(header, rows)}"
 
 
 ENOUGH = 1.02  # ratio that a drawn case should reach
@@ -306,6 +323,7 @@ TABLES = {  # of other sections: card_table
     "engine": own_engine_table,
     "option-costs": costs_table,
     "host": host_table,
+    "cold": cold_table,
     "sglang": engine_table,
     "vllm": engine_table,
     "transformers": engine_table,
