@@ -43,12 +43,16 @@ class Batch(Lengths):
         self.sinks = torch.randn(case.num_q_heads, device=device) if case.has_sinks else None
         if case.page_size:
             self.cache = self.table.cache(case.num_kv_heads, case.head_dim, case.kv_dtype)
+            values = self.cache[:, 1]
         else:
             shape = (sum(self.kv_lens), case.num_kv_heads)
             self.k, self.v = (
                 torch.randn(*shape, dim, device=device, dtype=torch.bfloat16).to(case.kv_dtype)
                 for dim in (case.head_dim, case.value_dim)
             )
+            values = self.v
+        if case.has_one_sign:
+            values.copy_(values.to(torch.bfloat16).abs())  # fp8 tensors have no abs
 
     def keys_and_values(self, i: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one request, [kv_len, num_kv_heads, head_dim]."""
@@ -58,22 +62,22 @@ class Batch(Lengths):
         return self.k[begin:end], self.v[begin:end]
 
     def error(self, out: Tensor) -> float:
-        """Relative error against fp32 torch, for at most the last 64 rows of the first and of the last request."""
+        """Relative error against `reference`, for at most the last 64 rows of the first and of the last request."""
         worst = 0.0
         for i in {0, len(self.q_lens) - 1}:
             end = int(self.q_indptr[i + 1])
             begin = max(int(self.q_indptr[i]), end - 64)
             expected = reference(self.q[begin:end], *self.keys_and_values(i), self.case, self.sinks)
-            difference = out[begin:end].float() - expected
+            difference = out[begin:end].to(expected.dtype) - expected
             worst = max(worst, (difference.norm() / expected.norm()).item())
         return worst
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, case: Case, sinks: Tensor | None = None) -> Tensor:
-    """fp32 attention of the last rows of one request."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[-1] ** -0.5
+    """Attention of the last rows of one request, in fp32, or in fp64 over fp8 K and V."""
+    group, dtype = q.shape[1] // k.shape[1], torch.float64 if case.kv_dtype.itemsize == 1 else torch.float32
+    k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * q.shape[-1] ** -0.5
     if case.soft_cap:
         scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
     before = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
@@ -82,7 +86,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, case: Case, sinks: Tensor | None 
     if case.window_left >= 0:
         scores = scores.masked_fill(before > case.window_left, float("-inf"))
     if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+        scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)], -1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 

@@ -28,6 +28,7 @@ PROGRAMS = [  # program and arguments, and a line that it prints
     (("gpu.py", "more-decode", "--only", "chat", *SMALL), "| batch 256, chat | flashpage |"),
     (("gpu.py", "prefill", "--only", "16 x 1k", *SMALL), "| ragged 16 x 1k | flashpage |"),
     (("gpu.py", "fp8-prefill", "--only", "4 x 4k", *SMALL), "| e4m3, page 16, 4 x 4k | flashpage |"),
+    (("gpu.py", "fp8-prefill", "--only", "one sign", *SMALL), "| e4m3, ragged 1 x 16k, V of one sign | flashpage |"),
     (("gpu.py", "small-prefill", "--only", "16, 8 x 512", *SMALL), "| page 16, 8 x 512 | flashpage |"),
     (("gpu.py", "fp8-kv", "--only", "e4m3 KV, 1 x", *SMALL), "| e4m3 KV, 1 x 32k | flashpage |"),
     (("gpu.py", "mla", "--only", "16 heads, batch 16", *SMALL), "| 16 heads, batch 16, context 2k | flashpage |"),

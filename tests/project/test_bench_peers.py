@@ -102,6 +102,31 @@ def test_xqa_is_given_the_batch(change: dict[str, Any], peers: Any, case: Any, m
     assert batch.error(peers.PEERS["xqa"][1](batch)()) < 5e-3
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("has_one_sign", [False, True])
+def test_values_of_one_sign(page_size: int, has_one_sign: bool, peers: Any, case: Any) -> None:
+    """Only V changes, of ragged and paged K and V."""
+    changes = {"page_size": page_size, "kv_dtype": E4M3, "q_len": 40, "has_one_sign": has_one_sign}
+    batch = peers.Batch(dataclasses.replace(case, **changes), torch.device("cpu"))
+    k, v = batch.keys_and_values(0)
+    assert ((v.float() < 0).any().item(), (k.float() < 0).any().item()) == (not has_one_sign, True)
+    assert len(v.float().unique()) > 50
+
+
+@pytest.mark.parametrize(("kv_dtype", "finds"), [(E4M3, True), (torch.bfloat16, False)], ids=str)
+def test_errors_over_fp8_are_against_fp64(kv_dtype: torch.dtype, finds: bool, peers: Any, case: Any) -> None:
+    """An error of 1e-9 is seen: by fp32 it would be lost in the rounding of the reference."""
+    batch = peers.Batch(dataclasses.replace(case, kv_dtype=kv_dtype), torch.device("cpu"))
+    exact = torch.cat(
+        [
+            peers.reference(batch.q[i : i + 1], *batch.keys_and_values(i), dataclasses.replace(case, kv_dtype=E4M3))
+            for i in range(2)
+        ]
+    )
+    assert exact.dtype == torch.float64
+    assert (batch.error(exact * (1 + 1e-9)) == pytest.approx(1e-9, rel=1e-3)) == finds
+
+
 def test_xqa_runs_only_if_it_is_named(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert "flashinfer fa2" in peers.installed() and "xqa" not in peers.installed()
