@@ -45,15 +45,16 @@ class Nvml:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     monkeypatch.syspath_prepend(str(BENCH))
+    import board
+    import energy  # noqa: F401  before the stand-ins, as it imports flashpage
+    import record
+
     library = Nvml()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: argparse.Namespace(uuid=UUID))
-    import board
-    import record
-
     monkeypatch.setattr(board, "SAMPLES", samples := board.Samples())
     monkeypatch.setattr(record, "SAMPLES", samples)
     monkeypatch.setattr(record, "_smi", lambda name: "7")
