@@ -49,10 +49,10 @@ Every figure on this page is a line of JSON in `docs/results`, with its card, da
 versions; `python docs/figures.py` writes the page and the charts from them. All libraries of a case get the same
 tensors and take turns in one run, because a card's clock falls with heat and power: a ratio is a claim, a rate is for
 reading. The time is the median of one call between two events, each after the L2 was filled with other data; decode is
-the replay of a CUDA graph, merge included. The error is the relative norm against fp32. A cell is empty where a library
-refuses the case or was not in the run; FlashInfer's fa2 is left out over ragged rows of 96 columns, where 0.7.2 ends
-with an illegal access of memory. Older figures stand in [history](history.md); [tries](tried.md) lists what was
-changed, also in vain.
+the replay of a CUDA graph, merge included. The error is the relative norm against fp32; over fp8 keys and values newer
+runs compare with fp64. A cell is empty where a library refuses the case or was not in the run; FlashInfer's fa2 is left
+out over ragged rows of 96 columns and in decode of 96 and 112, where 0.7.2 ends with an illegal access of memory. Older
+figures stand in [history](history.md); [tries](tried.md) lists what was changed, also in vain.
 
 ![Ratio to the best peer](assets/ratio.svg)
 

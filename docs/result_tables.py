@@ -42,6 +42,7 @@ TITLES = {  # sections in the order of the page
     "engine": "flashpage's engine, tokens per second by attention",
     "engine-steps": "Where a step of flashpage's engine spends its time",
     "host": "Host time of plan and run",
+    "cold": "First calls of a process",
     "sglang": "SGLang, tokens per second by attention backend",
     "vllm": "vLLM, tokens per second by attention backend",
     "transformers": "transformers, tokens per second of `generate_batch` by attention",
@@ -59,15 +60,24 @@ def origin(lines: list[Line]) -> str:
     runs = {(line["date"], line["commit"], line["command"]) for line in lines}
     texts = [f"{date}, commit {commit}, `{command}`" for date, commit, command in sorted(runs)]
     versions = {f"{key} {value}" for line in lines for key, value in line["versions"].items()}
-    clocks = [line["clocks"] for line in lines if line.get("clocks")]
     text = f"{lines[0]['machine']}; {'; '.join(texts)}. Versions: {', '.join(sorted(versions))}."
-    if clocks:
-        spans = [
-            f"{min(c[key] for c in clocks):.0f} to {max(c[key] for c in clocks):.0f} {unit}"
-            for key, unit in (("sm_mhz", "MHz"), ("watts", "W"), ("celsius", "degrees Celsius"))
-        ]
-        text += f" The card after each case: {', '.join(spans)}."
-    return text
+    if cards := sorted({line["uuid"] for line in lines if line.get("uuid")}):
+        text += f" Card{'s' if len(cards) > 1 else ''} {', '.join(cards)}."
+    clocks = [line["clocks"] for line in lines if line.get("clocks")]
+    during = [found for found in clocks if found.get("samples")]
+    after = [found for found in clocks if not found.get("samples")]
+    return text + spans("The card after each case", after) + spans("The card inside of the timed rounds", during)
+
+
+def spans(what: str, clocks: list[Line]) -> str:
+    """The sentence on the least and the largest clock, power and temperature."""
+    if not clocks:
+        return ""
+    found = [
+        f"{min(c[key] for c in clocks):.0f} to {max(c[key] for c in clocks):.0f} {unit}"
+        for key, unit in (("sm_mhz", "MHz"), ("watts", "W"), ("celsius", "degrees Celsius"))
+    ]
+    return f" {what}: {', '.join(found)}."
 
 
 def card_table(lines: list[Line]) -> str:
@@ -125,6 +135,22 @@ def host_table(lines: list[Line]) -> str:
         rows.append([line["case"], line["batch"], f"{own:.1f}", *(cells if has_peer else []), *targets])
     peer_header = ["FlashInfer us", "FlashInfer / flashpage"] if has_peer else []
     return table(["what", "batch", "us", *peer_header, "must", "goal"], rows)
+
+
+def cold_table(lines: list[Line]) -> str:
+    """Seconds of a process's first calls, with and without the import of torch, and their targets."""
+    labels = list(dict.fromkeys(label for line in lines for label in line["seconds"]))
+    rows = []
+    for line in lines:
+        times = [times.get(label) for times in (line["seconds"], line["with_torch"]) for label in labels]
+        rows.append([line["case"], *("" if n is None else f"{n:.3f}" for n in times), line["must"] or ""])
+    words = [
+        "A call is a wrapper's construction, plan and run, in a new process.",
+        "The seconds are those of the library's import and the call, of a cached kernel those of the call alone after",
+        "one of the other kind; with torch they begin with the process.",
+    ]
+    header = ["first call", *(f"{name(label)} s{more}" for more in ("", ", with torch") for label in labels), "must"]
+    return f"{' '.join(words)}\n\n{table(header, rows)}"
 
 
 ENOUGH = 1.02  # ratio that a drawn case should reach
@@ -297,6 +323,7 @@ TABLES = {  # of other sections: card_table
     "engine": own_engine_table,
     "option-costs": costs_table,
     "host": host_table,
+    "cold": cold_table,
     "sglang": engine_table,
     "vllm": engine_table,
     "transformers": engine_table,

@@ -8,11 +8,13 @@ from typing import Any
 Line = dict[str, Any]
 
 # Labels of flashpage in lines of engines; ratios are those of the other labels to these.
-OWN = ("flashpage", "fpage", "fpage+graphs")
+OWN = ("flashpage", "fpage", "fpage+graphs", "fpage+all_graphs")
 UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
 NAMES = {
+    "flashinfer": "FlashInfer",
     "flashinfer fa2": "FlashInfer",
     "flashinfer fa3": "FlashInfer fa3",
+    "xqa": "XQA",
     "fa3": "FA3",
     "fa3 scheduled": "FA3 scheduled",
     "torch cudnn": "cuDNN",

@@ -216,14 +216,16 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
 
 
 def _short_rows(options: Options, card: Device, prefill_rows: float) -> list[native.ContextRow]:
-    """The batches that take the head dims' short tile. Other head dims have none, so that no kernel is prepared
-    twice."""
-    short = _SHORT_TILES.get((options.head_dim_qk, options.head_dim_vo))
-    if short is None or options.kv_dtype.is_fp8:
+    """The batches that take the head dims' short tile, in kernels that load boxes and only scale scores. Others have
+    none, so that no kernel is prepared twice, and pairs are not left out."""
+    short, variant = _SHORT_TILES.get((options.head_dim_qk, options.head_dim_vo)), options.variant
+    on_scores = options.has_soft_cap or (variant is not None and bool(variant.score_mod or variant.logit))
+    is_plain = not (on_scores or options.has_mask or options.position_encoding != "NONE")
+    if short is None or not is_plain or _loader(options) != "boxes":
         return []
     row = functools.partial(context_row, ContextClass.SHORT, least_rows_of_request=prefill_rows)
-    in_unit = options.window_left + 1 + 128 / options.group_size  # tokens that the rows of a unit see
-    if options.window_left >= 0 and in_unit <= short.most_in_window:
+    in_unit = options.window_left + 1 + 128 / options.group_size  # tokens that the rows of a unit see, if causal
+    if options.causal and options.window_left >= 0 and in_unit <= short.most_in_window:
         return [row(ANY_ROWS)]
     rows_of_two_units = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)
     limits = ((rows_of_two_units, short.most_of_few), (ANY_ROWS, short.most_seen))

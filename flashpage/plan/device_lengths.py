@@ -24,6 +24,7 @@ class TableLengths:
     count as the nearest one in range.
 
     takes_fewer_rows: runs may have fewer rows than `max_rows`, but all of those of `q_indptr`.
+    typical_requests: how many requests have nearly all rows, by which the kernel is chosen; None: all requests.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class TableLengths:
         max_rows: int,
         options: Options,
         takes_fewer_rows: bool = False,
+        typical_requests: int | None = None,
     ) -> None:
         if options.has_parts:
             raise CapabilityError(
@@ -50,6 +52,7 @@ class TableLengths:
                 f"table_rows has {len(table_rows)} entries but seq_lens {self.batch}: pass one for each request."
             )
         self.tables = _check_tables(block_tables, self.batch if table_rows is None else 1, device)
+        self.typical_requests = self.batch if typical_requests is None else typical_requests
         self.page_size, self.rows_a_request = options.page_span, options.uniform_q_len
         if q_indptr is not None:
             _entries(q_indptr, "qo_indptr", device, (torch.int32,))

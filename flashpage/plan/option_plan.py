@@ -276,7 +276,7 @@ class OptionPlan:
         """Chooses the kernels for lengths on the device, and checks that the workspaces suffice."""
         self.gathered, self._serves_every_plan, self.call.made_parts = None, True, 0
         self.choose_again()
-        self._whole = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
+        self._whole = self._prepared_for(batch, tables.typical_requests, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
         self._check_tables(batch, self._whole, tables)
 

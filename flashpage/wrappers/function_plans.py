@@ -39,6 +39,8 @@ class Tables(NamedTuple):
     block_tables: torch.Tensor
     q_indptr: torch.Tensor | None = None  # None: as many rows for each request as the options say
     max_rows: int = 0  # with q_indptr: rows of q
+    table_rows: torch.Tensor | None = None  # each request's row of the tables; None: 0, 1, 2, ...
+    typical_requests: int | None = None  # how many have nearly all rows; None: all
 
 
 class FunctionPlan:
@@ -63,10 +65,11 @@ class FunctionPlan:
             tables.seq_lens,
             tables.block_tables,
             q_indptr=tables.q_indptr,
-            table_rows=None,
+            table_rows=tables.table_rows,
             num_requests=None,
             max_rows=tables.max_rows,
             options=self.options,
+            typical_requests=tables.typical_requests,
         )
         self.attention.plan_on_device(given, self.options, self.values)
         self._held = key

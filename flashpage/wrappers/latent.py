@@ -11,6 +11,7 @@ import torch
 from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.warn import warn
+from ..kernels.latent_formats import SCALED
 from ..plan.lengths import Names
 from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
@@ -20,6 +21,7 @@ from .engine_access.attributes import Buffer, Written, array_of_plan
 from .engine_access.cached_module import LatentPlanModule
 from .latent_attention import LatentAttention
 from .latent_batch import MLAPlanMetadata
+from .latent_contract import RunContract
 from .latent_run import (
     CACHES,
     QUERIES,
@@ -79,7 +81,9 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         custom_mask_buf: torch.Tensor | None = None,
     ) -> None:
         super().__init__(float_workspace_buffer, "NHD", use_cuda_graph, backend)
-        self._lse_mode = "base2"
+        self._is_natural = False  # whether LSEs are natural logarithms if a run does not say it
+        self._contract: RunContract | None = None  # what the plan declared about its runs
+        self._needs_scales = False
         self._enable_pdl: bool | None = None
         self._said: tuple[tuple[Any, ...], Any] | None = None  # keywords of the last plan, and what they led to
         buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
@@ -138,14 +142,16 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             sm_scale: multiplies the scores; the model's, which no shape here tells.
             q_data_type, kv_data_type, output_dtype: types of q (None: float16), of the latent rows and of the output
                 (None: q's). Rows of float8_e4m3fn have scales, which are given at run.
-            query_layout, kv_cache_layout: "split" (two tensors) or "packed" (one); run takes both at any time.
-            lse_mode: "base2", "basee", or "none": base 2, if run returns an LSE all the same; None: base 2.
+            query_layout, kv_cache_layout: "packed": runs get one tensor, or two that are views of one, side by side;
+                "split": one or two.
+            lse_mode: of the LSEs of runs: "base2", "basee", or "none": runs return none, unless csr's arrays are given
+                in place of `metadata`; None: base 2, or as a run says.
             use_profiler: whether runs may get a `profiler_buffer`.
             output_scale: "none".
             scale_mode: "default", or "kv-per-tensor" for rows of float8_e4m3fn, which have scales in either mode.
             skip_softmax: False.
             enable_pdl: programmatic dependent launch of the runs; None: if the card has it.
-            use_sinks: whether runs get sinks; run takes them at any time.
+            use_sinks: all runs get sinks; False: a run may get them.
             kv_row_format: fp8 rows that hold their scales, in one cache of bytes: "deepseek_v32" (656 bytes: 512 e4m3,
                 four fp32 scales, 64 bf16) or "deepseek_v4" (584 bytes: 448 e4m3, 64 bf16, and after all rows of a page
                 eight bytes of scales each; head_dim_ckv 512, head_dim_kpe 0). None: rows of kv_data_type.
@@ -179,13 +185,14 @@ class BatchMLAPagedAttentionWrapper(Adapter):
                 return
         checks.refuse_given(skip_softmax=skip_softmax)
         checks.choice("output_scale", output_scale, ("none",))
-        checks.flag("use_sinks", use_sinks)
+        use_sinks = checks.flag("use_sinks", use_sinks)
         enable_pdl = None if enable_pdl is None else checks.flag("enable_pdl", enable_pdl)
         if output_dtype is not None:
             output_dtype = checks.dtype("output_dtype", output_dtype)
         checks.choice("query_layout", query_layout, _LAYOUTS)
         checks.choice("kv_cache_layout", kv_cache_layout, _LAYOUTS)
-        lse_mode = "base2" if lse_mode is None else checks.choice("lse_mode", lse_mode, _LSE_MODES)
+        if lse_mode is not None:
+            checks.choice("lse_mode", lse_mode, _LSE_MODES)
         given = _by_position(flat)
         if "use_profiler" in given and use_profiler is not False:
             raise PlanError("use_profiler is given by position and by keyword: pass one.")
@@ -212,6 +219,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         dense = {"cum_seq_lens_q": cum_seq_lens_q, "block_tables": block_tables, "seq_lens": seq_lens}
         arrays = {name: given.pop(name) for name in _FLAT[:4] if name in given}
         arrays |= {n: value for n, value in (dense | {"max_q_len": max_q_len}).items() if value is not None}
+        layouts, is_flat_csr = (query_layout, kv_cache_layout), "qo_indptr" in arrays
+        contract = RunContract.of(use_sinks, lse_mode, layouts, is_flat_csr=is_flat_csr)
         metadata = self._metadata(metadata, arrays, is_by_position=bool(flat))
         check_scale_mode(scale_mode, given.get("kv_data_type"), kv_row_format)
         mask = Mask.of(custom_mask, packed_custom_mask)
@@ -223,7 +232,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         self._now = self._planned
         self._plan(metadata, mask)
         # Set last, because after a refused plan the runs of the plan before go on.
-        self._enable_pdl, self._lse_mode, self._uses_profiler = enable_pdl, lse_mode, use_profiler
+        self._enable_pdl, self._is_natural, self._uses_profiler = enable_pdl, lse_mode == "basee", use_profiler
+        self._contract, self._needs_scales = contract, self._options.latent_format == SCALED
         self._said = (said, self._arguments) if is_usual else None
 
     begin_forward = plan
@@ -252,8 +262,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
 
     def _plan(self, given: MLAPlanMetadata, mask: Mask | None) -> None:
         # Unpacked at once, as attributes and a property of the batch would take a tenth of a microsecond more.
-        rows, ends, indices, lens, table_rows, table, table_lens, _ = given
-        if rows is not None and lens is not None and table_rows is table is table_lens is None:  # `csr` alone
+        rows, ends, indices, lens, table_rows, table, table_lens, most = given
+        if rows is not None and lens is not None and table_rows is table is table_lens is None is most:  # csr
             self._planner.batch.names = _LATENT
             self._attention.plan((rows, ends, None, lens), (indices, None, True, None), self._options, self._now, mask)
             return
@@ -311,16 +321,16 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             ckv_cache, kpe_cache: [pages, page_size, head_dim_ckv] and [pages, page_size, head_dim_kpe], any strides.
             out: [rows, heads, head_dim_ckv], written in place; None: allocated.
             lse: [rows, heads] fp32, written in place.
-            return_lse: also return lse, of plan's lse_mode.
+            return_lse: also return lse, of plan's lse_mode, which must not be "none".
             profiler_buffer: uint64 [n], if plan got use_profiler: gets the events of each CTA, as
                 flashinfer.profiler.export_to_perfetto_trace reads them; the call waits for the run.
-            return_lse_base_on_e: lse has natural logarithms, whatever lse_mode says.
+            return_lse_base_on_e: lse has natural logarithms; not if plan got lse_mode="base2".
             query: in place of q_nope and q_pe, the pair of them, or one tensor [rows, heads, head_dim_ckv +
                 head_dim_kpe].
             kv_cache: in place of both caches, the pair of them, or one tensor [pages, page_size, head_dim_ckv +
                 head_dim_kpe]; with kv_row_format one tensor of bytes, [pages, page_size, 656 or 584].
             sinks: [heads] fp32, natural-log units, which join the denominator.
-            ckv_scale, kpe_scale: rows of float8_e4m3fn: what their elements are multiplied by (None: 1), numbers or
+            ckv_scale, kpe_scale: needed for rows of float8_e4m3fn: what their elements are multiplied by, numbers or
                 tensors of one float32.
             ckv_scale_arr: in place of ckv_scale, float32 [pages, page_size, head_dim_ckv / 128], contiguous: one scale
                 for 128 columns of a token.
@@ -340,7 +350,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             )
         scales = NO_SCALES
-        if not ckv_scale is ckv_scale_arr is kpe_scale is None:
+        if self._needs_scales or not ckv_scale is ckv_scale_arr is kpe_scale is None:
             options = self._options if self._planner.active else None
             scales = scales_of(options, ckv_scale, ckv_scale_arr, kpe_scale)
         # A call of one_form would be a frame more.
@@ -353,9 +363,11 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         run = self._attention.run
         if return_lse_base_on_e is not False:
             return_lse_base_on_e = checks.flag("return_lse_base_on_e", return_lse_base_on_e, RunError)
-        if return_lse_base_on_e or self._lse_mode == "basee":
+        if return_lse_base_on_e or self._is_natural:
             run = self._attention.run_of("basee")
         try:
+            if self._contract is not None:
+                self._contract.check(q, cache, lse, return_lse, return_lse_base_on_e, sinks)
             if self._uses_profiler or profiler_buffer is not None:
                 given = (q, cache, out, lse, return_lse, self._now, scales, sinks, self._enable_pdl)
                 stamped = functools.partial(run, *given)

@@ -53,7 +53,8 @@ class MLAPlanMetadata(NamedTuple):
             cum_seq_lens_q: [batch + 1], where each request's rows begin.
             block_tables: [batch, pages], int32 or int64; for a plan on a card int32.
             seq_lens: [batch], tokens of each request.
-            max_q_len: most rows of a request, which bounds the rows of q; None: q has cum_seq_lens_q[-1] rows.
+            max_q_len: most rows of a request, which bounds the rows of q; None: q has cum_seq_lens_q[-1] rows. Requests
+                of more rows are refused; a plan on a card does not see them.
         """
         dense = {"cum_seq_lens_q": cum_seq_lens_q, "block_tables": block_tables, "seq_lens": seq_lens}
         return MLAPlanMetadata(**dense, max_q_len=max_q_len)
@@ -99,6 +100,8 @@ class MLAPlanMetadata(NamedTuple):
     def lengths(self, page_size: int) -> Lengths:
         """The lengths; those of a table say where its pages begin."""
         if not self.is_dense:
+            if self.max_q_len is not None and self.cum_seq_lens_q is None:
+                raise PlanError(f"max_q_len={self.max_q_len} without cum_seq_lens_q: pass both, or leave it None.")
             if not (self.cum_seq_lens_q is self.seq_lens is None):
                 self._compare()
             rows = checks.tensor(self.qo_indptr, "qo_indptr", PlanError)
@@ -110,6 +113,7 @@ class MLAPlanMetadata(NamedTuple):
                 f"seq_lens has shape {tuple(lens.shape)} but cum_seq_lens_q has {batch} requests: pass one entry a "
                 "request."
             )
+        self._check_most(self._rows)
         pages = -(-lens.cpu().long().clamp(min=0) // page_size)
         return Lengths(self._rows, torch.cat([pages.new_zeros(1), pages.cumsum(0)]), None, lens)
 
@@ -121,6 +125,19 @@ class MLAPlanMetadata(NamedTuple):
             mine, theirs = (checks.tensor(getattr(self, n), n, PlanError) for n in (name, other))
             if mine.is_cpu and theirs.is_cpu and not torch.equal(mine.long(), theirs.long()):
                 raise PlanError(f"{other} differs from {name}: pass both forms of one batch.")
+        if self.cum_seq_lens_q is not None and self.cum_seq_lens_q.is_cpu:
+            self._check_most(self.cum_seq_lens_q)
+
+    def _check_most(self, begins: torch.Tensor) -> None:
+        """Refuses requests of more rows than max_q_len."""
+        if self.max_q_len is None:
+            return
+        allowed, rows = checks.whole("max_q_len", self.max_q_len, 0), begins.cpu().long().diff()
+        if rows.numel() and int(rows.max()) > allowed:
+            i = int(rows.argmax())
+            raise PlanError(
+                f"max_q_len={allowed} but request {i} has {int(rows[i])} rows: pass at least {int(rows[i])}."
+            )
 
     def table_lengths(self, device: torch.device, options: Options) -> TableLengths:
         """The lengths for a plan on the device."""

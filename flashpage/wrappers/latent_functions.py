@@ -34,6 +34,8 @@ class LatentCall(NamedTuple):
     q_len: int = 0  # rows of every request; 0: tables.q_indptr says
     causal: bool = True
     out_dtype: Any = None  # None: the query's
+    uncut: bool = False  # no request is cut
+    has_scales: bool = False  # rows of e4m3, whose scales the run is given
 
     def planned(self, sm_scale: Any, key: Hashable = None) -> tuple[Attention, RunOptions]:
         """The Attention with a plan of these lengths, and the values of its runs; `key`: FunctionPlan.on_device."""
@@ -41,7 +43,7 @@ class LatentCall(NamedTuple):
             raise RunError(
                 f"q has {self.query.shape[2]} columns but paged_kv_cache has {self.cache.shape[2]}: pass equal ones."
             )
-        if self.cache.dtype != self.query.dtype:
+        if self.cache.dtype != self.query.dtype and not self.has_scales:
             raise RunError(
                 f"paged_kv_cache has dtype {self.cache.dtype} but q has {self.query.dtype}: pass rows of the same type."
             )
@@ -56,6 +58,7 @@ class LatentCall(NamedTuple):
             q_data_type=self.query.dtype,
             kv_data_type=self.cache.dtype,
             o_data_type=self.out_dtype,
+            disable_split_kv=self.uncut,
             q_len_per_req=self.q_len,
         )
         plan = plan_of(self.query.device, "NHD", arguments)

@@ -78,13 +78,19 @@ def check_scale_mode(scale_mode: Any, kv_data_type: Any, kv_row_format: Any) -> 
 
 
 def scales_of(options: Options | None, ckv: Any, ckv_of_tokens: Any, kpe: Any) -> tuple[Any, Any, Any]:
-    """The scales of fp8 rows, as those of q, K and V."""
-    if ckv is None and ckv_of_tokens is None and kpe is None:
-        return NO_SCALES
+    """The scales of fp8 rows, as those of q, K and V. Rows of float8_e4m3fn must have them, as in FlashInfer."""
     if options is None or options.latent_format != latent_formats.SCALED:
         checks.refuse_all(ckv_scale=ckv, ckv_scale_arr=ckv_of_tokens, kpe_scale=kpe)
+        return NO_SCALES
     if ckv is not None and ckv_of_tokens is not None:
         raise RunError("ckv_scale and ckv_scale_arr are both given: pass one of them.")
+    if ckv is None and ckv_of_tokens is None:
+        raise RunError(
+            "ckv_scale=None and ckv_scale_arr=None but the plan has rows of float8_e4m3fn: pass one of them, such as "
+            "ckv_scale=1.0."
+        )
+    if kpe is None and options.head_dim_qk > options.head_dim_vo:
+        raise RunError("kpe_scale=None but the plan has rows of float8_e4m3fn: pass it, such as kpe_scale=1.0.")
     if ckv_of_tokens is not None and checks.tensor(ckv_of_tokens, "ckv_scale_arr", RunError).dim() != 3:
         shape = tuple(ckv_of_tokens.shape)
         raise RunError(f"ckv_scale_arr has shape {shape}: pass [pages, page_size, head_dim_ckv / 128].")
@@ -126,19 +132,23 @@ def _pair(whole: str, names: tuple[str, str], given: Any) -> tuple[torch.Tensor,
     return (first, second) if other[2] else (first,)
 
 
+def lie_side_by_side(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of three dimensions are views of one, whose last columns the second one has."""
+    return (
+        first.stride() == second.stride()
+        and first.storage_offset() + first.shape[2] == second.storage_offset()
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        and first.is_neg() == second.is_neg()
+    )
+
+
 def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The parts side by side: in place if their memory is, otherwise copied."""
     if len(parts) == 1:
         return parts[0]
     first, second = parts
     shape, strides = first.shape, first.stride()
-    is_one = (
-        not is_dynamo_compiling()
-        and strides == second.stride()
-        and first.storage_offset() + shape[2] == second.storage_offset()
-        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
-        and first.is_neg() == second.is_neg()
-    )
+    is_one = not is_dynamo_compiling() and lie_side_by_side(first, second)
     if is_one and not is_traced():
         tensor_memory.address(second, "q_pe", RunError)  # as_strided would raise torch's own error for resized storage
     return first.as_strided((*shape[:2], shape[2] + second.shape[2]), strides) if is_one else torch.cat(parts, -1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,17 +135,11 @@ def test_prefill() -> None:
     lists[1, 0, 2] = PAGES * PAGE + 7  # none, as -1
     lists[4, 0, 0] = -5
     lengths = torch.tensor([12, 12, 1, 0, 7]).int()
-    out, largest, lse = flash_mla_sparse_fwd(q, kv, lists, SCALE, CKV, None, lengths)
+    out, _, lse = flash_mla_sparse_fwd(q, kv, lists, SCALE, CKV, None, lengths)
     used = lists[:, 0].masked_fill((torch.arange(TOPK) >= lengths[:, None]) | (lists[:, 0] >= len(kv)), -1)
     expected, expected_lse = exact(q, kv[:, 0], used)
     close(out, expected)
     close(lse, expected_lse)
-    assert "MaxLogits" in repr(largest)
-    uses: list[Callable[[Any], Any]] = [lambda m: m + 1, lambda m: m / 2, lambda m: m >= 0, lambda m: m == 1, hash]
-    for use in (*uses, lambda m: m[0], lambda m: m.shape, torch.exp, iter):
-        with pytest.raises(CapabilityError, match="max_logits of flash_mla_sparse_fwd is not supported: .* use lse"):
-            use(largest)
-    copy.deepcopy(largest)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +160,10 @@ def test_prefill() -> None:
         ({"extra_k_cache": torch.zeros(2, 2, 1, CKV + KPE)}, "extra_indices_in_kvcache"),
         ({"extra_topk_length": torch.zeros(3).int()}, "extra_topk_length without extra_k_cache"),
         ({"indices": None, "topk_length": torch.zeros(3).int()}, "topk_length"),
-        ({"indices": None, "is_fp8_kvcache": True}, "True without indices is not supported: pass indices, or rows in"),
+        ({"indices": None, "is_fp8_kvcache": True}, "is_fp8_kvcache=True but k_cache has dtype torch.float32"),
         (
             {"indices": None, "k_cache": torch.zeros(2, 2, 1, 656).byte()},
-            "are read with indices alone; pass indices, or",
+            "are read with indices alone: pass indices, or",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

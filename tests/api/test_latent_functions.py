@@ -27,10 +27,22 @@ SIGNATURES: dict[Any, str] = {
     flash_mla.get_mla_metadata: "",
     flash_mla.flash_mla_with_kvcache: (
         "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits=None softmax_scale=None "
-        "causal=False is_fp8_kvcache=False indices=None attn_sink=None extra_k_cache=None "
-        "extra_indices_in_kvcache=None topk_length=None extra_topk_length=None"
+        "causal=False is_fp8_kvcache=None indices=None attn_sink=None extra_k_cache=None "
+        "extra_indices_in_kvcache=None topk_length=None extra_topk_length=None enable_batch_invariant=False "
+        "use_legacy=False kv_format=None descale_q=None descale_k=None"
     ),
-    flash_mla.flash_mla_sparse_fwd: "q kv indices sm_scale d_v=512 attn_sink=None topk_length=None indexer_topk=0",
+    flash_mla.flash_mla_sparse_fwd: (
+        "q kv indices sm_scale d_v=512 attn_sink=None topk_length=None use_legacy=False return_log2_lse=None "
+        "indexer_topk=0"
+    ),
+    flash_mla.get_mla_decoding_metadata: (
+        "seqlens_k num_q_tokens_per_head_k h_k h_q=None is_fp8_kvcache=False topk=None use_legacy=False"
+    ),
+    flash_mla.flash_attn_varlen_func: (
+        "q k v cu_seqlens_qo cu_seqlens_kv max_seqlen_qo max_seqlen_kv dropout_p=0.0 softmax_scale=None causal=False "
+        "deterministic=False is_varlen=True"
+    ),
+    flash_mla.has_legacy: "",
     decode.trtllm_batch_decode_with_kv_cache_mla: (
         MLA + "sparse_mla_top_k=0 out=None bmm1_scale=1.0 bmm2_scale=1.0 sinks=None "
         "skip_softmax_threshold_scale_factor=None enable_pdl=None backend='auto' is_var_seq=True "
@@ -45,7 +57,7 @@ SIGNATURES: dict[Any, str] = {
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
 def test_parameters(function: Any) -> None:
-    """Names, order and defaults of FlashMLA and of FlashInfer 0.7.2."""
+    """Names, order and defaults of sgl-flash-mla 1.0.0 and of FlashInfer 0.7.2."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     assert [text.replace(" ", "") for text in shown(named)] == SIGNATURES[function].split()

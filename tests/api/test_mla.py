@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from latent_batches import CKV, KPE, OPTIONS, PAGE, SIZES, Batch, close, wrapper_of
+from latent_batches import CKV, HEADS, KPE, OPTIONS, PAGE, SIZES, Batch, close, wrapper_of
 
 from flashpage import CapabilityError, PlanError, RunError
 from flashpage.kernels import choose, devices
@@ -19,9 +19,10 @@ pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 def test_tensors_together_and_apart() -> None:
     batch, wrapper = Batch(), wrapper_of()
-    wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS, query_layout="packed")
+    wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS, query_layout="packed", kv_cache_layout="packed")
     together = wrapper.run(query=batch.q, kv_cache=batch.cache)
     views = wrapper.run(*batch.parts())
+    wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)
     apart = wrapper.run(*(part.clone() for part in batch.parts()))
     assert torch.equal(together, views) and torch.equal(together, apart)
     q_nope, q_pe, _, _ = batch.parts()
@@ -46,18 +47,64 @@ def test_forms_of_flashinfers_tensors() -> None:
 
 def test_modes_of_lse() -> None:
     batch, wrapper = Batch(), wrapper_of()
-    for mode, factor in ((None, 1.0), ("base2", 1.0), ("none", 1.0), ("basee", math.log(2))):
+    for mode, factor in ((None, 1.0), ("base2", 1.0), ("basee", math.log(2))):
         wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS, lse_mode=mode)
         lse = torch.empty_like(batch.lse)
         _out, found = wrapper.run(*batch.parts(), lse=lse, return_lse=True)
         assert found is lse
         close(lse, batch.lse * factor)
-        close(wrapper.run_return_lse(*batch.parts(), return_lse_base_on_e=True)[1], batch.lse * math.log(2))
+        if mode != "base2":
+            close(wrapper.run_return_lse(*batch.parts(), return_lse_base_on_e=True)[1], batch.lse * math.log(2))
         close(wrapper.run_return_lse(*batch.parts(), return_lse_base_on_e=0)[1], batch.lse * factor)
     wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)
     with pytest.raises(PlanError, match="both give the batch"):  # after which the plan before holds, with its mode
         wrapper.plan(metadata=batch.csr(), qo_indptr=batch.q_indptr, **SIZES, **OPTIONS, lse_mode="basee")
     close(wrapper.run_return_lse(*batch.parts())[1], batch.lse)
+
+
+def test_declarations_of_plan_hold_for_runs() -> None:
+    batch, wrapper = Batch(), wrapper_of()
+    parts, apart = batch.parts(), tuple(part.clone() for part in batch.parts())
+    lse, sinks = torch.empty_like(batch.lse), torch.zeros(HEADS)
+    whole = {"query": batch.q, "kv_cache": batch.cache}
+    for declared, given, options, says in (
+        ({"use_sinks": True}, parts, {}, "^sinks=None but plan got use_sinks=True: pass sinks, or plan with"),
+        ({"lse_mode": "none"}, parts, {"return_lse": True}, "^return_lse=True but plan got lse_mode='none': plan with"),
+        ({"lse_mode": "none"}, parts, {"lse": lse}, "^lse is given but plan got lse_mode='none'"),
+        ({"lse_mode": "none"}, parts, {"return_lse_base_on_e": True}, "^return_lse_base_on_e=True but .*='none'"),
+        (
+            {"lse_mode": "base2"},
+            parts,
+            {"return_lse_base_on_e": 1},
+            "^return_lse_base_on_e=True but .* lse_mode='base2'",
+        ),
+        (
+            {"query_layout": "packed"},
+            apart,
+            {},
+            "^q_nope and q_pe do not lie side by side but plan got query_layout='packed': pass one tensor, or plan",
+        ),
+        (
+            {"kv_cache_layout": "packed"},
+            (),
+            {"query": batch.q, "kv_cache": apart[2:]},
+            r"^kv_cache\[0\] and kv_cache\[1\] do not lie side by side but plan got kv_cache_layout='packed'",
+        ),
+    ):
+        wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS, **declared)
+        for _ in range(2):  # the second plan has the last one's keywords
+            with pytest.raises(RunError, match=says):
+                wrapper.run(*given, **options)
+            kept = wrapper.run(*parts, **({"sinks": sinks} if "use_sinks" in declared else {}))
+            whole_too = wrapper.run(**whole, **({"sinks": sinks} if "use_sinks" in declared else {}))
+            assert torch.equal(kept, whole_too)
+            wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS, **declared)
+        wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)
+        wrapper.run(*given, **options)
+    with pytest.warns(DeprecationWarning):  # FlashInfer's former form, whose mode of LSEs runs say
+        arrays, options = tuple(batch.csr_arrays().values()), (True, OPTIONS["sm_scale"], torch.float32, torch.float32)
+        wrapper.plan(*arrays, *SIZES.values(), *options, lse_mode="none")
+    close(wrapper.run_return_lse(*parts)[1], batch.lse)
 
 
 def test_under_compile() -> None:
@@ -152,10 +199,10 @@ def test_scales_of_tokens_are_for_the_pages_of_the_run() -> None:
     found = []
     for cache in (small, large, small):
         scales = torch.full((len(cache), PAGE, 4), 0.5)
-        found.append(wrapper.run(query=batch.q.bfloat16(), kv_cache=cache, ckv_scale_arr=scales))
+        found.append(wrapper.run(query=batch.q.bfloat16(), kv_cache=cache, ckv_scale_arr=scales, kpe_scale=1.0))
         other = torch.ones(3 * pages - len(cache), PAGE, 4)
         with pytest.raises(RunError, match="ckv_scale_arr has shape"):
-            wrapper.run(query=batch.q.bfloat16(), kv_cache=cache, ckv_scale_arr=other)
+            wrapper.run(query=batch.q.bfloat16(), kv_cache=cache, ckv_scale_arr=other, kpe_scale=1.0)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -172,10 +219,12 @@ def test_refused_scales_and_rows() -> None:
         ({"ckv_scale_arr": torch.ones(scales.numel() + 1)[1:].view(scales.shape)}, "starts on 16 bytes"),
         ({"ckv_scale_arr": 1.0}, "ckv_scale_arr"),
         ({"ckv_scale": 0.0}, "ckv_scale=0.0: pass a positive number"),
-        ({"kpe_scale": torch.ones(2)}, r"kpe_scale has shape \(2,\): pass one entry\."),
+        ({"ckv_scale": 1.0, "kpe_scale": torch.ones(2)}, r"kpe_scale has shape \(2,\): pass one entry\."),
+        ({}, "^ckv_scale=None and ckv_scale_arr=None but the plan has rows of float8_e4m3fn: pass one of them"),
+        ({"ckv_scale": 1.0, "kpe_scale": None}, "^kpe_scale=None but the plan has rows of float8_e4m3fn: pass it"),
     ):
         with pytest.raises(RunError, match=says):
-            wrapper.run(query=q, kv_cache=cache, **given)
+            wrapper.run(query=q, kv_cache=cache, **({"kpe_scale": 1.0} | given))
     wrapper.plan(metadata=batch.csr(), **options, kv_row_format="deepseek_v32")
     rows = torch.zeros(*batch.cache.shape[:2], 656, dtype=torch.uint8)
     for tensors, says in (

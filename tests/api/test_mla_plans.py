@@ -89,6 +89,18 @@ def test_errors_have_the_names_of_the_form() -> None:
             wrapper.plan(metadata=MLAPlanMetadata.dual(**both), **SIZES, **OPTIONS)
 
 
+def test_most_rows_of_a_request() -> None:
+    batch, wrapper = Batch(), wrapper_of()
+    for make in (MLAPlanMetadata.dense, lambda **given: MLAPlanMetadata.dual(**batch.csr_arrays(), **given)):
+        for most, says in ((2, "^max_q_len=2 but request 1 has 3 rows: pass at least 3"), (True, "^max_q_len=True")):
+            with pytest.raises(PlanError, match=says):
+                wrapper.plan(metadata=make(**batch.dense_arrays(), max_q_len=most), **SIZES, **OPTIONS)
+        wrapper.plan(metadata=make(**batch.dense_arrays(), max_q_len=3), **SIZES, **OPTIONS)
+        close(wrapper.run(*batch.parts()), batch.out)
+    with pytest.raises(PlanError, match="^max_q_len=3 without cum_seq_lens_q: pass both, or leave it None"):
+        wrapper.plan(metadata=MLAPlanMetadata(**batch.csr_arrays(), max_q_len=3), **SIZES, **OPTIONS)
+
+
 def test_refused_positions() -> None:
     batch, wrapper = Batch(), wrapper_of()
     with pytest.raises(PlanError, match="^metadata was given by position: pass metadata=.$"):

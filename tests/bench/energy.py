@@ -1,19 +1,24 @@
-"""Energy and time of long prompts: a second of repetitions of each library in turns, between two readings of the
-board's energy counter. At its power limit a card lowers its clock, so that fewer joules a call become fewer
-microseconds.
+"""Energy and time of long prompts, by the board's energy counter. At its power limit a card lowers its clock, so that
+fewer joules a call become fewer microseconds.
+
+Each library is called for some seconds in a round, several calls ahead of the card. A round counts the joules and the
+seconds from one step of the counter to another, as between two steps it tells the same. `--small --device cpu` runs
+tiny shapes and pretends that a call takes one watt: it only shows that the program works.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import collections
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
+from board import Board, Reading
 from peers import PEERS, Batch, Call
-from record import Recorder, card_uuid
+from record import Recorder
 from workloads import Case
 
 _LONG = {"batch": 1, "page_size": 0}
@@ -23,69 +28,112 @@ CASES = (
     Case("ragged 1 x 32k", q_len=32768, kv_len=32768, **_LONG),
     Case("ragged 1 x 32k, not causal", q_len=32768, kv_len=32768, causal=False, **_LONG),
 )
+LEAST_SECONDS = 3.0  # of a round on a card: at most 3% of it is one step of the counter
+AHEAD = 4  # calls that the card has before it
+PAUSE = 2e-4  # seconds between looks at the counter
+MOST_WAIT = 5.0  # seconds without a step of the counter
 
 
-class Board:
-    """The energy counter of the current device, which NVML updates every 20 to 100 ms."""
-
-    def __init__(self) -> None:
-        self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        self.device = ctypes.c_void_p()
-        self.call("nvmlInit_v2")
-        self.call("nvmlDeviceGetHandleByUUID", card_uuid().encode(), ctypes.byref(self.device))
-
-    def call(self, name: str, *arguments: object) -> None:
-        if code := getattr(self.nvml, name)(*arguments):
-            raise RuntimeError(f"{name} failed with NVML's code {code}")
+class Pretended:
+    """A board of one watt, whose counter moves every 20 ms."""
 
     def joules(self) -> float:
-        """Since the driver was loaded."""
-        millijoules = ctypes.c_ulonglong()
-        self.call("nvmlDeviceGetTotalEnergyConsumption", self.device, ctypes.byref(millijoules))
-        return millijoules.value / 1e3
+        return int(time.perf_counter() * 50) / 50
 
-    def sm_mhz(self) -> int:
-        mhz = ctypes.c_uint()
-        self.call("nvmlDeviceGetClockInfo", self.device, 1, ctypes.byref(mhz))
-        return mhz.value
+    def reading(self) -> Reading:
+        return Reading(1000.0, 1.0, 40.0)
 
 
-def spend(call: Call, seconds: float, board: Board) -> dict[str, float]:
-    """Microseconds, joules and watts of a call that is repeated for so many seconds, and the clock halfway."""
+class Steps:
+    """Steps of the energy counter since the first one that was seen."""
+
+    def __init__(self, board: Board | Pretended) -> None:
+        self.board, self.last, self.looked = board, board.joules(), time.perf_counter()
+        self.begin: tuple[float, float] | None = None  # time and joules of the first step
+        self.seconds = self.joules = 0.0  # from the first step to the last one
+        self.mhz: list[float] = []  # at each step
+
+    def look(self) -> bool:
+        """Whether the counter has moved."""
+        joules, now = self.board.joules(), time.perf_counter()
+        if joules == self.last:
+            if now - self.looked > MOST_WAIT:
+                raise RuntimeError(f"the energy counter has not moved for {MOST_WAIT:g} s")
+            return False
+        self.last, self.looked = joules, now
+        self.begin = self.begin or (now, joules)
+        self.seconds, self.joules = now - self.begin[0], joules - self.begin[1]
+        self.mhz.append(self.board.reading().sm_mhz)
+        return True
+
+
+def spend(
+    call: Call, seconds: float, board: Board | Pretended, mark: Callable[[], Callable[[], bool]]
+) -> dict[str, float]:
+    """Microseconds, joules and mean watts of a call that is repeated for at least so many seconds between two steps of
+    the counter, and the mean clock. `mark()` returns whether the calls before it are done, when it is asked."""
     call()
-    torch.cuda.synchronize()
-    begin, joules = time.perf_counter(), board.joules()
-    calls, mhz = 0, 0
-    while (spent := time.perf_counter() - begin) < seconds:
-        for _ in range(8):
-            call()
-        torch.cuda.synchronize()
-        calls += 8
-        mhz = mhz or (board.sm_mhz() if spent > seconds / 2 else 0)
-    joules = board.joules() - joules
-    return {"us": spent / calls * 1e6, "joules": joules / calls, "watts": joules / spent, "sm_mhz": mhz}
+    steps, calls, waiting = Steps(board), 0, collections.deque([mark()])
+    while not waiting[-1]():
+        time.sleep(PAUSE)
+    begin = time.perf_counter()
+    while True:
+        call()
+        calls += 1
+        waiting.append(mark())
+        has_moved = steps.look()
+        while len(waiting) > AHEAD and not waiting[0]():
+            time.sleep(PAUSE)
+            has_moved = steps.look() or has_moved
+        while waiting and waiting[0]():
+            waiting.popleft()
+        if has_moved and steps.seconds >= seconds:
+            break
+    while waiting and not waiting[-1]():
+        time.sleep(PAUSE)
+    us = (time.perf_counter() - begin) / calls * 1e6
+    watts = steps.joules / steps.seconds
+    return {"us": us, "joules": watts * us * 1e-6, "watts": watts, "sm_mhz": statistics.fmean(steps.mhz)}
+
+
+def mark_on_card() -> Callable[[], bool]:
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
+
+
+def mark_on_host() -> Callable[[], bool]:
+    return lambda: True
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--libraries", default="flashpage,fa3")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of repetitions of each library in a round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--seconds", type=float, default=LEAST_SECONDS, help=f"of each library in a round, at least {LEAST_SECONDS:g}"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, each in the other order of libraries")
     parser.add_argument("--card", default="", help="words for the card, where there are several of its kind")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--json", help="append one line for each case to this file")
     arguments = parser.parse_args()
-    board, recorder = Board(), Recorder(arguments.json)
+    is_card = torch.device(arguments.device).type == "cuda"
+    if is_card and arguments.seconds < LEAST_SECONDS:
+        parser.error(f"--seconds {arguments.seconds:g}: a round needs at least {LEAST_SECONDS:g}")
+    board, mark = (Board(), mark_on_card) if is_card else (Pretended(), mark_on_host)
+    recorder = Recorder(arguments.json)
     print("| case | library | us | joules | watts | MHz |\n| --- | --- | --- | --- | --- | --- |")
     for case in CASES:
         if arguments.only not in case.name:
             continue
-        batch = Batch(case, torch.device("cuda"))
+        batch = Batch(case.shrunk() if arguments.small else case, torch.device(arguments.device))
         calls = {label: PEERS[label][1](batch) for label in arguments.libraries.split(",")}
         rounds: dict[str, list[dict[str, float]]] = {label: [] for label in calls}
         for i in range(arguments.rounds):
             for label in list(calls)[:: -1 if i % 2 else 1]:
-                rounds[label].append(spend(calls[label], arguments.seconds, board))
+                rounds[label].append(spend(calls[label], arguments.seconds, board, mark))
         medians = {
             label: {key: statistics.median(row[key] for row in found) for key in found[0]}
             for label, found in rounds.items()
@@ -98,7 +146,8 @@ def main() -> int:
             )
         columns = ("us", "joules", "watts", "sm_mhz")
         name = f"{case.name}, {arguments.card}" if arguments.card else case.name
-        recorder.add("energy", name, **{key: {label: row[key] for label, row in medians.items()} for key in columns})
+        figures = {key: {label: row[key] for label, row in medians.items()} for key in columns}
+        recorder.add("energy", name, **figures, seconds=arguments.seconds, rounds=arguments.rounds)
     return 0
 
 

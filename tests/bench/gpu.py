@@ -9,15 +9,18 @@ shows that the program works.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from board import SAMPLES
 from latent_peers import LATENT_PEERS, LatentBatch
-from peers import PEERS, Batch, Call, installed
+from peers import ALONE, PEERS, Batch, Call, installed
 from record import Recorder
 from workloads import (
     CONTEXTS,
@@ -91,6 +94,7 @@ class GpuClock:
             call()
             pair[1].record()
             pairs.append(pair)
+        SAMPLES.read()  # while the card computes what was launched
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in pairs) * 1e-3
 
@@ -199,7 +203,49 @@ def figures(case: Case, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+class Session:
+    """The device, its clock and the file of records, for one case after another."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.device = arguments, torch.device(arguments.device)
+        self.clock = GpuClock(arguments.repeats) if self.device.type == "cuda" else HostClock(arguments.repeats)
+        self.libraries = named(arguments)
+        self.recorder = Recorder(arguments.json)
+        if "flashpage sm80" in self.libraries and "flashpage" not in self.libraries:
+            self.recorder.run["card"] += ", by the kernels for sm_80"
+
+    def has_failed(self, section: str, index: int) -> bool:
+        """Times, prints and records a case; whether it failed on flashpage."""
+        case = SECTIONS[section][index]
+        case = case.shrunk() if self.arguments.small else case
+        torch.manual_seed(0)
+        rows = measure(case, self.libraries, self.device, self.clock, self.arguments.rounds)
+        for row in rows:
+            show(case, row)
+        self.recorder.add(section, case.name, **figures(case, rows))
+        return any("failed" in row and row["library"].startswith("flashpage") for row in rows)
+
+
+def named(arguments: argparse.Namespace) -> list[str]:
+    """The libraries to time."""
+    return arguments.libraries.split(",") if arguments.libraries else installed(LIBRARIES)
+
+
+def in_a_process(arguments: argparse.Namespace, section: str, index: int) -> None:
+    sys.exit(Session(arguments).has_failed(section, index))
+
+
+def has_failed_apart(arguments: argparse.Namespace, section: str, index: int) -> bool:
+    """The same in a process of its own, which may end."""
+    process = multiprocessing.get_context("spawn").Process(target=in_a_process, args=(arguments, section, index))
+    process.start()
+    process.join()
+    if process.exitcode:
+        print(f"| {SECTIONS[section][index].name} | | its process ended with {process.exitcode} | | |", flush=True)
+    return bool(process.exitcode)
+
+
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     parser.add_argument(
@@ -209,30 +255,22 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each library in a round")
     parser.add_argument("--rounds", type=int, default=4, help="rounds, in each of which all libraries are timed")
+    parser.add_argument("--apart", action="store_true", help="a process for each case, which xqa needs")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--json", help="append one line for each case to this file (docs/figures.py reads it)")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)
-    libraries = arguments.libraries.split(",") if arguments.libraries else installed(LIBRARIES)
+    arguments = parser.parse_args(words)
+    libraries = named(arguments)
     if unknown := [label for label in libraries if label not in LIBRARIES]:
         parser.error(f"no library {unknown[0]!r}: there are {', '.join(LIBRARIES)}")
-    recorder, has_failed = Recorder(arguments.json), False
-    if "flashpage sm80" in libraries and "flashpage" not in libraries:
-        recorder.run["card"] += ", by the kernels for sm_80"
-    for section in arguments.sections:
-        print(f"\n| {section} | library | time | rate | error |\n| --- | --- | --- | --- | --- |")
-        for case in SECTIONS[section]:
-            if arguments.only not in case.name:
-                continue
-            case = case.shrunk() if arguments.small else case
-            torch.manual_seed(0)
-            rows = measure(case, libraries, device, clock, arguments.rounds)
-            for row in rows:
-                show(case, row)
-                has_failed |= "failed" in row and row["library"].startswith("flashpage")
-            recorder.add(section, case.name, **figures(case, rows))
-    return int(has_failed)
+    chosen = {s: [i for i, case in enumerate(SECTIONS[s]) if arguments.only in case.name] for s in arguments.sections}
+    if not arguments.apart and set(libraries) & set(ALONE) and sum(map(len, chosen.values())) > 1:
+        parser.error(f"{', '.join(ALONE)} ends a process in which it computes several cases: pass --apart")
+    has_failed = partial(has_failed_apart, arguments) if arguments.apart else Session(arguments).has_failed
+    failed = 0
+    for section, indices in chosen.items():
+        print(f"\n| {section} | library | time | rate | error |\n| --- | --- | --- | --- | --- |", flush=True)
+        failed += sum(has_failed(section, index) for index in indices)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

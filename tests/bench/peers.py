@@ -43,12 +43,16 @@ class Batch(Lengths):
         self.sinks = torch.randn(case.num_q_heads, device=device) if case.has_sinks else None
         if case.page_size:
             self.cache = self.table.cache(case.num_kv_heads, case.head_dim, case.kv_dtype)
+            values = self.cache[:, 1]
         else:
             shape = (sum(self.kv_lens), case.num_kv_heads)
             self.k, self.v = (
                 torch.randn(*shape, dim, device=device, dtype=torch.bfloat16).to(case.kv_dtype)
                 for dim in (case.head_dim, case.value_dim)
             )
+            values = self.v
+        if case.has_one_sign:
+            values.copy_(values.to(torch.bfloat16).abs())  # fp8 tensors have no abs
 
     def keys_and_values(self, i: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one request, [kv_len, num_kv_heads, head_dim]."""
@@ -58,22 +62,22 @@ class Batch(Lengths):
         return self.k[begin:end], self.v[begin:end]
 
     def error(self, out: Tensor) -> float:
-        """Relative error against fp32 torch, for at most the last 64 rows of the first and of the last request."""
+        """Relative error against `reference`, for at most the last 64 rows of the first and of the last request."""
         worst = 0.0
         for i in {0, len(self.q_lens) - 1}:
             end = int(self.q_indptr[i + 1])
             begin = max(int(self.q_indptr[i]), end - 64)
             expected = reference(self.q[begin:end], *self.keys_and_values(i), self.case, self.sinks)
-            difference = out[begin:end].float() - expected
+            difference = out[begin:end].to(expected.dtype) - expected
             worst = max(worst, (difference.norm() / expected.norm()).item())
         return worst
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, case: Case, sinks: Tensor | None = None) -> Tensor:
-    """fp32 attention of the last rows of one request."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[-1] ** -0.5
+    """Attention of the last rows of one request, in fp32, or in fp64 over fp8 K and V."""
+    group, dtype = q.shape[1] // k.shape[1], torch.float64 if case.kv_dtype.itemsize == 1 else torch.float32
+    k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * q.shape[-1] ** -0.5
     if case.soft_cap:
         scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
     before = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
@@ -82,7 +86,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, case: Case, sinks: Tensor | None 
     if case.window_left >= 0:
         scores = scores.masked_fill(before > case.window_left, float("-inf"))
     if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+        scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)], -1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
@@ -129,15 +133,20 @@ def wrapper_call(
 
 
 def flashinfer_call(batch: Batch, backend: str) -> Call | None:
-    """FlashInfer, which uses tensor cores in decode only if use_tensor_cores is set. 0.7.2 ends with an illegal access
-    of memory in fa2 over ragged rows of 96 columns."""
+    """FlashInfer, which uses tensor cores in decode only if use_tensor_cores is set."""
     case = batch.case
-    if backend == "fa2" and case.head_dim == 96 and not case.page_size:
+    if backend == "fa2" and ends_the_process(case):
         return None
     options: dict[str, object] = {"use_tensor_cores": True} if case.q_len == 1 else {}
     if case.has_sinks:
         options["jit_args"] = flashinfer_sinks(case, backend)
     return wrapper_call("flashinfer", batch, backend=backend, **options)
+
+
+def ends_the_process(case: Case) -> bool:
+    """Whether fa2 of FlashInfer 0.7.2 ends with an illegal access of memory, after which no call of the process works:
+    in decode by tensor cores of 96 and 112 columns, and over ragged rows of 96."""
+    return case.head_dim in (96, 112) if case.q_len == 1 else case.head_dim == 96 and not case.page_size
 
 
 def flashinfer_sinks(case: Case, backend: str) -> list[object]:
@@ -230,6 +239,36 @@ def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
     return lambda: fa3.flash_attn_with_kvcache(batch.q, k, v, **options)
 
 
+XQA_PAGES = (16, 32, 64, 128)  # tokens
+XQA_SEMAPHORES = 8 << 20  # bytes at the workspace's start that must be zero
+
+
+def xqa_call(batch: Batch) -> Call | None:
+    """XQA, FlashInfer's decode of TensorRT-LLM's kernels, with q in bf16. Its window counts the tokens before the
+    row's own, as ours."""
+    case, device = batch.case, batch.device
+    is_decode = case.q_len == 1 and case.page_size in XQA_PAGES and case.value_dim == case.head_dim
+    types = case.q_dtype == torch.bfloat16 and case.kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    group = case.num_q_heads // case.num_kv_heads
+    columns = case.head_dim % 16 == 0 and case.head_dim <= (512 if group <= 16 else 256)
+    if not (is_decode and types and columns) or case.soft_cap:
+        return None
+    xqa = importlib.import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
+    kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32, device=device).view(torch.uint32)
+    workspace = torch.zeros(XQA_SEMAPHORES + (504 << 20), dtype=torch.uint8, device=device)
+    options: dict[str, object] = {
+        "bmm1_scale": case.head_dim**-0.5,
+        "bmm2_scale": 1.0,
+        "out": torch.empty_like(batch.q),
+    }
+    if case.window_left >= 0:
+        options["window_left"] = case.window_left
+    if batch.sinks is not None:
+        options["sinks"] = batch.sinks
+    table, kv = batch.table.rectangular(), (batch.cache[:, 0], batch.cache[:, 1])
+    return lambda: xqa(batch.q, kv, workspace, table, kv_lens, max(batch.kv_lens), **options)
+
+
 PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: module that it needs, how it is called
     "flashpage": ("flashpage", lambda batch: wrapper_call("flashpage", batch)),
     "flashpage sm80": ("flashpage", sm80_call),
@@ -239,6 +278,7 @@ PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: modul
         "flashinfer",
         lambda batch: flashinfer_call(batch, "fa3") if batch.case.q_len > 1 else None,
     ),
+    "xqa": ("flashinfer", xqa_call),
     "fa3": ("flash_attn_interface", fa3_call),
     "fa3 scheduled": ("flash_attn_interface", lambda batch: fa3_call(batch, is_scheduled=True)),
     "torch cudnn": ("torch", lambda batch: torch_call(SDPBackend.CUDNN_ATTENTION, batch)),
@@ -247,10 +287,14 @@ PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: modul
 }
 
 
+# Peers that end a process in which they compute several cases: `gpu.py --apart` gives each case its own.
+ALONE = ("xqa",)
+
+
 def installed(peers: Mapping[str, tuple[str, Any]] = PEERS) -> list[str]:
-    """Labels of the peers that can be imported here. flashpage's other kernels run only if they are named."""
+    """Labels of the peers that can be imported here. flashpage's other kernels and ALONE run only if they are named."""
     return [
         label
         for label, (module, _) in peers.items()
-        if importlib.util.find_spec(module) and not label.startswith("flashpage ")
+        if importlib.util.find_spec(module) and not label.startswith("flashpage ") and label not in ALONE
     ]

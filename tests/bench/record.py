@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from board import SAMPLES, card_uuid, short_uuid
 from run import commit, machine
 
 VERSIONS = (
@@ -49,16 +50,14 @@ def versions() -> dict[str, str]:
 
 
 def clocks() -> dict[str, float]:
-    """The card's clock and power at this moment; empty without a card."""
+    """Means of the card's clock, power and temperature inside of the timed rounds, and the number of readings; without
+    such the three at this moment. Empty without a card."""
     if not torch.cuda.is_available():
         return {}
+    if sampled := SAMPLES.take():
+        return sampled
     sm_mhz, watts, celsius = (_number(_smi(name)) for name in ("clocks.sm", "power.draw", "temperature.gpu"))
     return {"sm_mhz": sm_mhz, "watts": watts, "celsius": celsius}
-
-
-def card_uuid() -> str:
-    """By which NVIDIA's tools know the current card; torch's numbers follow CUDA_VISIBLE_DEVICES, theirs do not."""
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def _smi(name: str) -> str:
@@ -86,9 +85,9 @@ class Recorder:
         self.path = Path(path) if path else None
         program, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
         name = program.relative_to(root) if program.is_relative_to(root) else program.name
-        words, card = ["python", str(name), *_without_file(sys.argv[1:])], ""
+        words, card, uuid = ["python", str(name), *_without_file(sys.argv[1:])], "", ""
         if torch.cuda.is_available():
-            card = torch.cuda.get_device_name()
+            card, uuid = torch.cuda.get_device_name(), short_uuid()
             if planned_as := os.environ.get("FLASHPAGE_CARD"):
                 words.insert(0, f"FLASHPAGE_CARD={planned_as}")
                 card += f", planned as {planned_as}"
@@ -98,6 +97,7 @@ class Recorder:
             "command": shlex.join(words),
             "machine": machine(),
             "card": card,
+            "uuid": uuid,
         }
 
     def add(self, section: str, case: str, **figures: object) -> None:

@@ -29,6 +29,7 @@ class Benchmark:
 
 BENCHMARKS = {
     "host": Benchmark(("host.py",), "host time of plan and run, against their targets"),
+    "cold": Benchmark(("cold.py",), "first calls of a process, from an empty cache and once built", needs_gpu=True),
     "plan": Benchmark(("plan_arithmetic.py",), "balance and host time of the partition, up to a million requests"),
     "cpu": Benchmark(("cpu_vs_torch.py",), "the CPU backend against torch's scaled_dot_product_attention"),
     "decode": Benchmark(("gpu.py", "decode"), "decode on the GPU, against the installed peers", needs_gpu=True),

@@ -33,6 +33,7 @@ _CHECKED = (16, 1500, 16)
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fpage": ("fpage", {"use_cuda_graph": False}),
     "fpage+graphs": ("fpage", {}),
+    "fpage+all_graphs": ("fpage", {"use_cuda_graph": True}),
     "sdpa": ("sdpa", {}),
     "eager": ("paged|eager", {}),
     "flash_attention_2": ("flash_attention_2", {}),

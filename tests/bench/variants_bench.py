@@ -3,10 +3,10 @@
 A row's ratio is the time of its first column over that of its second: 1 means that the variant (the option) is free.
 The two are timed alternately by the clock of gpu.py: decode as a graph's replay after a flush of the L2. Masks use the
 prefill wrapper, for decode too. Longer prompts: `options --only RoPE --cases 16k,4x4k,16k-pages,4x4k-pages`; custom
-masks: `options --only "causal as" --cases 16k,4x4k,32x512,4x4k-dim-64,4x4k-dim-256`; scales by head in groups of 4, 5
-and 16: `options --only scales --cases 16k,16k-group-5,16k-group-16`, with `-e4m3` after a name for e4m3 queries and
-cache. `--peer flashinfer` adds the time of options by another library of this interface (its backend fa2). `--device
-cpu` shows that the program works, nothing else.
+masks: `options --only "causal as" --cases 16k,4x4k,32x512,4x4k-dim-64,4x4k-dim-256`; scales, which may cost 3%, in
+groups of 4, 5 and 16: `options --only scales --cases decode,4x4k-pages,16k,16k-group-5,16k-group-16`, with `-e4m3`
+after a name for an e4m3 cache and, in prompts, e4m3 queries. `--peer flashinfer` adds the time of options by another
+library of this interface (its backend fa2). `--device cpu` shows that the program works, nothing else.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ MORE_CASES |= {
     for name, case in MORE_CASES.items()
     if name.startswith(_OF_SCALES)
 }
+MORE_CASES["decode-e4m3"] = dataclasses.replace(CASES["decode"], name=f"{CASES['decode'].name}, e4m3 KV", kv_dtype=E4M3)
 LEAST_RATIO = 0.95  # bound for user's variants
 CAP, DOCUMENTS, ROUNDS = 30.0, 8, 3
 WINDOWS = (512, 1024, 4096)
@@ -178,7 +179,9 @@ def variants(work: Workload) -> list[Row]:
 def options(work: Workload) -> list[Row]:
     """Rows with plain attention and every option."""
     heads = work.case.num_q_heads, work.case.num_kv_heads
-    per_head = {name: torch.ones(n, device=work.device) for name, n in zip(("q_scale", "k_scale"), heads, strict=True)}
+    names, batch = ("q_scale", "k_scale", "v_scale"), work.case.batch
+    of_heads = {name: torch.ones(n, device=work.device) for name, n in zip(names, (*heads, heads[1]), strict=True)}
+    of_requests = {name: torch.ones(batch, heads[1], device=work.device) for name in names[1:]}
     causal = work.mask(lambda q_idx, kv_idx: kv_idx <= q_idx)
     masked = Setting({"custom_mask": causal}, causal=False, as_prefill=True)
     windowed = lambda tokens: dataclasses.replace(work.case, window_left=tokens - 1).visible(work.q_len, work.kv_len)
@@ -190,11 +193,16 @@ def options(work: Workload) -> list[Row]:
         "window of everything": Setting({"window_left": work.kv_len}),
         "sinks": Setting(run={"sinks": torch.zeros(heads[0], device=work.device)}),
         "scales, numbers": Setting(run={"q_scale": 0.9, "k_scale": 1.1, "v_scale": 1.2}),
-        "scales, a tensor of one a head": Setting(run=per_head),
+        "scales, a tensor of one a head": Setting(run={name: of_heads[name] for name in names[:2]}),
+        "scales, v by head": Setting(run={"v_scale": of_heads["v_scale"]}),
+        "scales, q, k and v by head": Setting(run=of_heads),
         "LSE": Setting(run={"return_lse": True}),
         "e4m3 KV": Setting(kv_dtype=E4M3),
         "e5m2 KV": Setting(kv_dtype=torch.float8_e5m2),
     }
+    if batch > 1:  # of one request it would be a tensor of one a head
+        rows["scales, k and v by request and head"] = Setting(run=of_requests)
+        rows["scales, q by head, k and v by request and head"] = Setting(run=of_heads | of_requests)
     pairs = work.case.visible(work.q_len, work.kv_len)
     windows = [
         Row(f"window of {tokens}", plain, Setting({"window_left": tokens - 1}), windowed(tokens) / pairs)

@@ -77,6 +77,7 @@ class Case:
     q_dtype: torch.dtype = torch.bfloat16
     soft_cap: float = 0.0  # 0: none
     has_sinks: bool = False  # a logit of each query head that has no value
+    has_one_sign: bool = False  # V has no negative element, so that the output's sums do not cancel
 
     def lens(self, mean: int) -> list[int]:
         return chat(self.batch, mean) if self.kind == "chat" else distribution(self.kind, self.batch, mean)
@@ -139,7 +140,7 @@ class LatentCase(Case):
 
     def __post_init__(self) -> None:
         """latent_peers.py makes bf16 tensors and calls all libraries without these options."""
-        ignored = ("causal", "window_left", "kv_dtype", "q_dtype", "soft_cap", "has_sinks")
+        ignored = ("causal", "window_left", "kv_dtype", "q_dtype", "soft_cap", "has_sinks", "has_one_sign")
         for field in dataclasses.fields(Case):
             if field.name in ignored and (given := getattr(self, field.name)) != field.default:
                 raise ValueError(f"{field.name}={given} is not timed over latent rows: leave it out.")
@@ -197,6 +198,7 @@ FP8_PREFILL = [  # queries are fp8 too, as FlashAttention-3 takes them
     ),
     Case("e4m3, ragged d 64, 1 x 16k", 1, 16384, 16384, head_dim=64, page_size=0, **_E4M3),
     Case("e4m3, ragged d 256, 1 x 16k", 1, 16384, 16384, num_q_heads=16, head_dim=256, page_size=0, **_E4M3),
+    Case("e4m3, ragged 1 x 16k, V of one sign", 1, 16384, 16384, page_size=0, has_one_sign=True, **_E4M3),
     Case("e4m3, page 16, 1 x 16k", 1, 16384, 16384, **_E4M3),
     Case("e4m3, page 16, 4 x 4k", 4, 4096, 4096, **_E4M3),
     Case("e4m3, chunk 2048 on 128k, page 16", 1, 2048, 131072, **_E4M3),

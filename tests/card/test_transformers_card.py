@@ -10,12 +10,13 @@ import torch
 pytest.importorskip("transformers")
 
 import hf_copy
+from hf_graphs import HAS_TABLES, planned_by_the_host
 from hf_models import MODELS, batch_options, left_padded, make_model
 from transformers import DynamicCache
-from transformers.generation.continuous_batching import initialization
 
 from flashpage import hf
-from flashpage.engines.transformers import decode
+from flashpage.engines.transformers import decode, prompts
+from flashpage.wrappers.base import Attention
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
@@ -67,10 +68,7 @@ def test_a_trained_model_in_continuous_batches(trained: Any) -> None:
     assert [output.generated_tokens for output in outputs.values()] == goes_on.tolist()
 
 
-@pytest.mark.skipif(
-    not hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR"),
-    reason="this version gives block tables to FlashAttention alone",
-)
+@pytest.mark.skipif(not HAS_TABLES, reason="this version gives block tables to FlashAttention alone")
 @pytest.mark.parametrize("is_async", [False, True])
 def test_decode_steps_in_graphs(llama: Any, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps are captured with their plans, one graph for each power of two requests; replays plan again."""
@@ -88,6 +86,29 @@ def test_decode_steps_in_graphs(llama: Any, is_async: bool, monkeypatch: pytest.
     outputs = llama.generate_batch(prompts.tolist(), **batch_options(NEW_TOKENS, **options, **graphs))
     assert [output.generated_tokens for output in outputs.values()] == goes_on.tolist()
     layers = llama.config.num_hidden_layers
+    assert any(steps) and len(steps) < layers * NEW_TOKENS, "replays do not call the attention function"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_steps_with_prompts_in_graphs(trained: Any, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps are captured, those with prompts by their padded sizes, and the host plans none. Layers with a window
+    have no other steps."""
+    steps = []
+    attend = prompts.attend
+
+    def seen(*given: Any) -> torch.Tensor:
+        steps.append(torch.cuda.is_current_stream_capturing())
+        return attend(*given)
+
+    monkeypatch.setattr(prompts, "attend", seen)
+    monkeypatch.setattr(Attention, "plan", planned_by_the_host)
+    ids, goes_on = hf_copy.task(trained, NEW_TOKENS)
+    sizes = {"page_size": 16, "num_blocks": 80, "max_batch_tokens": 24, "max_blocks_per_request": 32}
+    padding = {"q_padding_interval_size": 8, "kv_padding_interval_size": 256}
+    graphs = {"use_cuda_graph": (True, True), "use_async_batching": is_async}
+    outputs = trained.generate_batch(ids.tolist(), **batch_options(NEW_TOKENS, **sizes, **padding, **graphs))
+    assert [output.generated_tokens for output in outputs.values()] == goes_on.tolist()
+    layers = trained.config.num_hidden_layers
     assert any(steps) and len(steps) < layers * NEW_TOKENS, "replays do not call the attention function"
 
 

@@ -79,6 +79,7 @@ def call(arguments: list[str], folder: Path, engine: tuple[Path, Path]) -> str:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "FLASHPAGE_PROGRESS": "off",
         "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # threads that wait for cores which other tests use would take most of the time
         "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles its experts for the CPU, which takes ten seconds
     }
     command = [sys.executable, *arguments]

@@ -15,7 +15,6 @@ from hf_models import VOCABULARY, greedy, left_padded, make_kimi, make_model
 
 from flashpage import CapabilityError, RunError, hf
 from flashpage.engines.transformers import latents
-from flashpage.engines.transformers.forward import attention
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -67,39 +66,6 @@ def test_glm_has_the_same_layers() -> None:
     expected = greedy(model, inputs, 12)
     model.set_attn_implementation(hf.NAME)
     assert torch.equal(greedy(model, inputs, 12, past_key_values=hf.PagedCache(model.config)), expected)
-
-
-@pytest.mark.parametrize("config_class", ["GlmMoeDsaConfig", "DeepseekV32Config"])
-def test_rows_that_list_their_tokens(config_class: str) -> None:
-    """Models whose indexer chooses tokens, without pages."""
-    if not hasattr(transformers, config_class):
-        pytest.skip(f"transformers has no {config_class}")
-    hf.register()
-    model = make_model("deepseek-v3", config_class=config_class, index_topk=6, index_n_heads=2, index_head_dim=128)
-    inputs = left_padded(LENGTHS)
-    expected = greedy(model, inputs, 12)
-    model.set_attn_implementation(hf.NAME)
-    assert torch.equal(greedy(model, inputs, 12), expected)
-    with pytest.raises(RunError, match="indexed_attention|deepseek_sparse_attention"):  # by the version's name
-        hf.PagedCache(model.config)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"cache": object()}, "without pages"),
-        ({"sliding_window": 4}, "sliding_window=4 with indices: pass None"),
-        ({"indices": torch.zeros(3, 2).int()}, r"indices has shape \(3, 2\): pass \[batch, 3, topk\]"),
-        ({"indices": torch.full((1, 3, 2), 5)}, "indices has 5 but each request has 5 tokens: pass tokens from 0 to 4"),
-        ({"indices": torch.tensor([[[0, -1]] * 3])}, "indices has -1 but each request has 5 tokens"),
-        ({"attention_mask": torch.full((1, 1, 3, 5), -0.5)}, "attention_mask adds numbers to the scores"),
-    ],
-)
-def test_lists_that_are_refused(change: dict[str, Any], says: str) -> None:
-    q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 4, 5, 16)
-    given = {"attention_mask": None, "indices": torch.zeros(1, 3, 2, dtype=torch.int32), "is_causal": True}
-    with pytest.raises(RunError, match=says):
-        attention(torch.nn.Module(), q, k, k, **given | change)
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Kimi_K25Config"), reason="transformers has no Kimi K2.5")

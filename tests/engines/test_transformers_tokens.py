@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +15,8 @@ import transformers
 from hf_models import MODELS, batch_options, greedy, left_padded, make_model, prompts_of
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.generation.continuous_batching import initialization
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from flashpage import hf
-from flashpage.base.errors import RunError
 from flashpage.engines.transformers import batching, decode
 from flashpage.engines.transformers.call import Call, Layer
 from flashpage.wrappers.base import Attention
@@ -197,101 +192,6 @@ def test_block_tables_are_kept_for_ours_alone(kind: str) -> None:
         given = transformers.generation.ContinuousBatchingConfig(max_blocks_per_request=32)
         initialization.ensure_decode_fast_path_is_available(config, given, False)
         assert given.max_blocks_per_request == blocks
-
-
-def resolved(config: Any, device: str, **given: Any) -> Any:
-    """A ContinuousBatchingConfig with what transformers chooses for it."""
-    resolve = initialization.resolve_continuous_batching_config
-    more = {"device": torch.device(device)} if "device" in inspect.signature(resolve).parameters else {}
-    batching = transformers.generation.ContinuousBatchingConfig(**given)
-    return resolve(config, batching, None, has_logit_processors=False, **more)
-
-
-@pytest.mark.parametrize(
-    ("given", "captures_decodes"),
-    [
-        ({}, False),  # the model is on no card
-        ({"q_padding_interval_size": 32}, True),  # transformers takes it for a request to capture all steps
-        ({"use_cuda_graph": True}, True),
-        ({"use_cuda_graph": (False, True)}, True),
-        ({"use_cuda_graph": (True, True)}, True),
-        ({"use_cuda_graph": (True, False)}, False),
-        ({"use_cuda_graph": True, "max_blocks_per_request": 0}, False),
-    ],
-)
-def test_steps_with_prompts_are_not_captured(
-    given: dict[str, Any], captures_decodes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a card has graphs: a step with prompts could not be captured."""
-    if not hasattr(initialization, "get_accelerator_graph_name"):
-        pytest.skip("this version looks for a card itself")
-    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph")
-    config = transformers.LlamaConfig(num_hidden_layers=1)
-    config._attn_implementation = hf.BATCHING_NAME
-    is_warned = given.get("use_cuda_graph") in ((True, True), (True, False))
-    with pytest.warns(RuntimeWarning, match="without a graph") if is_warned else contextlib.nullcontext():
-        found = resolved(config, "cpu", **given)
-    assert found.use_cuda_graph == (False, captures_decodes)
-
-
-@pytest.mark.parametrize(
-    ("given", "captures_decodes", "is_async"),
-    [
-        ({}, True, True),
-        ({"use_async_batching": False}, True, False),
-        ({"use_cuda_graph": False}, False, False),
-        ({"decode_compile_config": transformers.CompileConfig()}, False, False),
-    ],
-)
-def test_decodes_are_captured_on_a_card(
-    given: dict[str, Any], captures_decodes: bool, is_async: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the model is on a card, when its manager is made."""
-    if not hasattr(initialization, "get_accelerator_graph_name"):
-        pytest.skip("this version looks for a card itself")
-    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph")
-    config = transformers.LlamaConfig(num_hidden_layers=1)
-    config._attn_implementation = hf.NAME
-    model = SimpleNamespace(device=torch.device("cuda"), config=config)
-    model.set_attn_implementation = functools.partial(setattr, config, "_attn_implementation")
-    ContinuousBatchingManager.switch_to_cb_friendly_attn(SimpleNamespace(), model)
-    found = resolved(config, "cuda", **given)
-    assert (found.use_cuda_graph, bool(found.use_async_batching)) == ((False, captures_decodes), is_async)
-    config._attn_implementation = hf.BATCHING_NAME
-    assert resolved(config, "cuda").use_cuda_graph == (False, False)  # a manager that is made later notes its own card
-
-
-@pytest.mark.parametrize("name", [hf.NAME, f"paged|{hf.NAME}", "eager"])
-@pytest.mark.parametrize(
-    ("given", "captures_prompts"),
-    [
-        ({}, False),
-        ({"use_cuda_graph": True}, True),
-        ({"use_cuda_graph": (True, False)}, True),
-        ({"use_cuda_graph": (False, True)}, False),
-        ({"use_cuda_graph": False, "q_padding_interval_size": 64}, False),
-        ({"q_padding_interval_size": 64}, True),  # transformers takes it for a request to capture all steps
-        ({"kv_padding_interval_size": 64}, True),
-    ],
-)
-def test_graphs_of_prompts_are_refused_where_decodes_have_no_tables(
-    name: str, given: dict[str, Any], captures_prompts: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a card has graphs: when the manager is made, before it has a request. The model keeps its attention."""
-    if hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR"):
-        pytest.skip("this version captures decode steps alone")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model, _ = expected["llama"]
-    model.set_attn_implementation(name)
-    options = batch_options(4, page_size=8, num_blocks=32, max_batch_tokens=16, **given)
-    is_refused = captures_prompts and name != "eager"
-    reason = r"use_cuda_graph=\(True, (True|False)\).*Pass use_cuda_graph=False, or install transformers 5.18"
-    with pytest.raises(RunError, match=reason) if is_refused else contextlib.nullcontext():
-        manager = model.init_continuous_batching(**options)
-        assert manager.continuous_batching_config.cuda_graph_booleans[0] == captures_prompts
-    found = model.config._attn_implementation
-    model.set_attn_implementation(hf.NAME)
-    assert found == (name if is_refused or "|" in name else f"paged|{name}")
 
 
 def test_a_trained_model_in_bfloat16() -> None:

@@ -45,8 +45,21 @@ def needs(folder: Path) -> None:
             pytest.skip(f"{needed.relative_to(ROOT)} is missing: run `python tests/support/get_vllm.py`")
 
 
-def entry_points(folder: Path, *groups: str) -> Path:
-    return write_entry_points(folder / "entries", "vllm.general_plugins", *groups)
+def entry_points(folder: Path) -> Path:
+    """flashpage's."""
+    return write_entry_points(folder / "entries", "vllm.general_plugins")
+
+
+def on_cpu(folder: Path) -> Path:
+    """flashpage's, and the platform by which the wheel for CUDA runs on the CPU."""
+    platform = "[vllm.platform_plugins]\ntree = vllm_on_cpu:platform"
+    return write_entry_points(folder / "on-cpu", "vllm.general_plugins", platform)
+
+
+def lists_on_cpu(folder: Path) -> Path:
+    """flashpage's, and those by which models whose indexer lists tokens run on the CPU."""
+    groups = "lists = vllm_lists_on_cpu:register", "[vllm.platform_plugins]\ntree = vllm_lists_on_cpu:platform"
+    return write_entry_points(folder / "lists-on-cpu", "vllm.general_plugins", *groups)
 
 
 def environment(folder: Path, engine: Path, entries: Path, **own: str) -> dict[str, str]:
@@ -62,18 +75,19 @@ def environment(folder: Path, engine: Path, entries: Path, **own: str) -> dict[s
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Threads that wait for cores which other tests use would take most of the time of such small models.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc sends a function
         **own,
     }
 
 
 def call(arguments: list[str], given: dict[str, str], folder: Path) -> str:
-    """Runs a program, and returns what it prints. Those of the wheel for the CPU are forked from a process that has
-    imported vLLM, which takes more time than most of them; what such an engine starts itself begins from nothing."""
-    paths = given["PYTHONPATH"].split(os.pathsep)
-    imported = "vllm.entrypoints.llm" if str(CPU) in paths and str(RAY) not in paths else ""
-    if imported:
-        done: Any = programs.run(arguments, env=given, cwd=folder, timeout=600, imported=imported)
+    """Runs a program, and returns what it prints. It is forked from a process that has imported this vLLM, which takes
+    more time than most of them; what such an engine starts itself begins from nothing."""
+    if str(RAY) not in given["PYTHONPATH"].split(os.pathsep):
+        done: Any = programs.run(arguments, env=given, cwd=folder, timeout=600, imported="vllm.entrypoints.llm")
     else:
         command = [sys.executable, *arguments]
         done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True, timeout=600)
@@ -111,6 +125,20 @@ def answers(folder: Path, models: list[dict[str, Any]], given: dict[str, str], *
 
 
 @pytest.fixture(scope="module")
+def gemma2(folder: Path) -> Path:
+    return tiny_model.write_gemma2(folder / "gemma2")
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path, models: dict[str, Path], gemma2: Path) -> dict[str, dict[str, Any]]:
+    """The answers of each model by flashpage."""
+    needs(CPU)
+    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    asked = models | {"gemma2": gemma2}
+    return dict(zip(asked, answers(folder, [job_of(*model) for model in asked.items()], given), strict=True))
+
+
+@pytest.fixture(scope="module")
 def expected(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
     """The tokens by vLLM's own attention for the CPU."""
     needs(CPU)
@@ -122,18 +150,16 @@ def expected(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
 
 
 def test_tokens_equal_those_of_its_own_attention(
-    folder: Path, models: dict[str, Path], expected: dict[str, Any]
+    ours: dict[str, dict[str, Any]], expected: dict[str, Any], gemma2: Path
 ) -> None:
     """Prefixes shared through the cache, prompts in chunks next to decodes, a window, head_dim 80, latent rows, groups
     of layers that differ in their block tables alone; Gemma2, whose layers differ and have soft caps, against
     transformers."""
-    gemma2 = tiny_model.write_gemma2(folder / "gemma2")
-    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
-    found = answers(folder, [job_of(*model) for model in (models | {"gemma2": gemma2}).items()], given)
     references = expected | {"gemma2": tiny_model.expected_tokens(gemma2, NEW_TOKENS)}
-    for (name, reference), answer in zip(references.items(), found, strict=True):
+    assert references.keys() == ours.keys()
+    for name, answer in ours.items():
         assert answer["attention"] == (OUR_LATENT if name == LATENT else [OURS])
-        assert answer["tokens"] == reference, name
+        assert answer["tokens"] == references[name], name
         assert ("FlashpageBuilder.update_block_table" in answer["plans"]) == (name == GROUPS)
     assert expected["mistral"] != expected["llama"], "the window hides nothing"
 
@@ -153,8 +179,7 @@ def test_engine_and_worker_in_processes_of_their_own(
 @pytest.mark.rare
 def test_two_ranks(folder: Path, models: dict[str, Path], expected: dict[str, Any]) -> None:
     """Each rank has half of the heads, in a process of its own; they meet by gloo."""
-    own = {"FLASHPAGE_VLLM": "on", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    given = environment(folder, CPU, entry_points(folder), **own)
+    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
     (found,) = answers(folder, [{"model": str(models["llama"])}], given, tensor_parallel_size=2)
     assert found["attention"] == [OURS]
     assert found["tokens"] == expected["llama"]
@@ -167,7 +192,7 @@ def test_two_ranks_by_ray(executor: str, folder: Path, models: dict[str, Path], 
     if not RAY.is_dir():
         pytest.skip("needs `python tests/support/get_vllm.py cpu ray`")
     second = {"RayExecutorV2": "1", "RayDistributedExecutor": "0"}[executor]
-    own = {"FLASHPAGE_VLLM": "on", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    own = {"FLASHPAGE_VLLM": "on"}
     own |= {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": second, "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE": "shm"}
     own |= {"VLLM_HOST_IP": ""}  # the first executor wants the address that Ray has
     platform = "[vllm.platform_plugins]\ncpu = vllm_by_ray:platform"
@@ -192,13 +217,11 @@ def test_the_example(folder: Path) -> None:
     assert printed.count("equal to transformers': True") == 3, printed
 
 
-def test_an_engine_without_a_compiler(folder: Path, models: dict[str, Path], expected: dict[str, Any]) -> None:
+def test_an_engine_without_a_compiler(folder: Path, models: dict[str, Path], ours: dict[str, dict[str, Any]]) -> None:
     """Kernels that an earlier engine has built are enough. If they are missing, the start ends with the reason."""
     llama, given = [{"model": str(models["llama"])}], environment(folder, CPU, entry_points(folder))
-    given |= {"FLASHPAGE_VLLM": "on"}
-    answers(folder, llama, given)
-    given["FLASHPAGE_CXX"] = "no-such-compiler"
-    assert answers(folder, llama, given)[0]["tokens"] == expected["llama"]
+    given |= {"FLASHPAGE_VLLM": "on", "FLASHPAGE_CXX": "no-such-compiler"}
+    assert answers(folder, llama, given)[0]["tokens"] == ours["llama"]["tokens"]
     with pytest.raises(AssertionError, match="no-such-compiler"):
         answers(folder, llama, given | {"FLASHPAGE_CACHE_DIR": str(folder / "cache")})
 
@@ -278,8 +301,8 @@ def test_batch_invariance(folder: Path, models: dict[str, Path]) -> None:
 def test_answers_at_configuration(name: str, folder: Path) -> None:
     """vLLM asks before it loads a model; here for a Hopper card, which need not be there."""
     needs(get_vllm.ENGINES / name)
-    given = environment(folder, get_vllm.ENGINES / name, entry_points(folder))
-    call([str(SUPPORT / "vllm_answers.py")], given, folder)
+    entries = entry_points(folder) if name == CPU.name else on_cpu(folder)
+    call([str(SUPPORT / "vllm_answers.py")], environment(folder, get_vllm.ENGINES / name, entries), folder)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -288,9 +311,7 @@ def test_python_files_of_the_official_wheel(name: str, folder: Path, models: dic
     head_dim 80, and latent rows, which vLLM 0.26 has not on the CPU. With a prefix that is shared by as many requests
     as vLLM's heuristic wants, steps are cascades where vLLM has them."""
     needs(get_vllm.ENGINES / name)
-    platform = "[vllm.platform_plugins]\ntree = vllm_on_cpu:platform"
-    own = {"FLASHPAGE_VLLM": "on"}
-    given = environment(folder, get_vllm.ENGINES / name, entry_points(folder, platform), **own)
+    given = environment(folder, get_vllm.ENGINES / name, on_cpu(folder), FLASHPAGE_VLLM="on")
     options = {"compilation_config": {"mode": 0, "custom_ops": ["none"]}}
     is_first = name.startswith("vllm-0.26.")  # the last version with cascades
     plain = {of: job_of(of, models[of]) for of in (*tiny_model.MODELS, *(() if is_first else (LATENT,)))}
@@ -312,8 +333,7 @@ def test_lists_of_tokens(name: str, folder: Path) -> None:
     platform chooses as on a Hopper card, and compares each run of attention with exact results over the same lists."""
     needs(get_vllm.ENGINES / name)
     sparse, dense = (tiny_model.write_deepseek_v32(folder / f"v32-{name}-{n}", n) for n in (LISTED, 2048))
-    groups = "lists = vllm_lists_on_cpu:register", "[vllm.platform_plugins]\ntree = vllm_lists_on_cpu:platform"
-    given = environment(folder, get_vllm.ENGINES / name, entry_points(folder / "lists", *groups), FLASHPAGE_VLLM="on")
+    given = environment(folder, get_vllm.ENGINES / name, lists_on_cpu(folder), FLASHPAGE_VLLM="on")
     model = {"model": str(sparse), "compilation_config": {"mode": 0, "custom_ops": ["none"]}}
     short = [prompt[:n] for n, prompt in zip((3, LISTED - NEW_TOKENS, 7), tiny_model.prompts()[1:], strict=False)]
     models = [model, model | {"prompts": short}, model | {"kv_cache_dtype": "fp8_ds_mla"}]

@@ -143,6 +143,17 @@ def test_drafts_after_an_image(device: str, monkeypatch: pytest.MonkeyPatch) -> 
     close(found, scene.expected(masks=seen(step)))
 
 
+@pytest.mark.parametrize("name", ["decodes and text before it", "drafts before it"])
+def test_another_default_device(name: str, device: str) -> None:
+    """As an engine sets it that makes its tensors on a card; what the host counts stays there."""
+    step = STEPS[name]
+    scene = Scene(step.form, step.q_lens, step.kv_lens, device)
+    planner, common = planner_of(scene, **step.sizes), given(scene, step.ranges)
+    with torch.device("meta"):
+        planned = planner.plan(common)
+    close(run(planned, planner.plans.layers[0], scene.tensors()), scene.expected(masks=seen(step)))
+
+
 def test_images_before_a_shared_prefix(device: str) -> None:
     """No cascade: it has no mask."""
     step = STEPS["two requests"]
@@ -160,6 +171,15 @@ def test_lengths_that_only_the_device_has(device: str) -> None:
     images = image_ranges.ImageRanges(scene.sizes(), scene.device)
     assert images.take(common, None) == 2
     assert images._last[2:].tolist()[:40] == [40 if 12 <= row + 10 < 40 else -1 for row in range(40)]
+
+
+def test_ranges_of_requests_that_a_step_has_not(device: str) -> None:
+    """vLLM takes them from its batch, also in a step of its own that keeps other ranks company."""
+    step = STEPS["decodes of images that are past"]
+    scene = Scene(step.form, step.q_lens, step.kv_lens, device)
+    planner = planner_of(scene)
+    found = planner.plan(given(scene, step.ranges | {3: [(2, 30)], 7: [(2, 30)]}))
+    close(run(found, planner.plans.layers[0], scene.tensors()), scene.expected(masks=seen(step)))
 
 
 # ---------------------------------------------------------------- what is served
@@ -200,6 +220,7 @@ VISION = {"use_bidirectional_attention": "vision"}
         ({"text": VISION}, layers_of(16, 16, cuts=True), True),
         ({"text": VISION}, layers_of(None, cuts=True), False),
         ({"text": VISION}, layers_of(16, None, cuts=True), "share a KV cache group"),
+        ({"text": VISION}, [*layers_of(16, cuts=True), *layers_of(16)], True),  # a drafter's, whose guesses are checked
     ],
 )
 def test_layers_that_see_images(changes: dict[str, Any], layers: list[Any], expected: bool | str) -> None:

@@ -23,7 +23,7 @@ from inputs import Inputs, make_inputs, pack_bits, reference_states
 from native_build import function_tiles, shared_library, variant_flags
 from native_build import mask_tiles as mask_kernel
 from planner_batches import Cutting
-from prefill_cases import CASES, HALVES, RARE
+from prefill_cases import CASES, HALVES, RARE, SHORT
 from tolerance import limits
 from variant_build import variant_args
 
@@ -81,10 +81,11 @@ def tile_of(case: Case) -> Tile:
         position_encoding=case.position or "NONE",
         has_mask=bool(case.mask),
     )
-    contexts = ContextClass.FEW if case in HALVES else ContextClass.USUAL
+    contexts = ContextClass.FEW if case in HALVES else ContextClass.SHORT if case in SHORT else ContextClass.USUAL
     problem = Problem(options, 4096, contexts=contexts)
     spec = choose_for_card(problem, devices.H200, variant_of(case).spec).spec
     assert spec.tile is not None and (spec.kernel, spec.loader) == ("prefill_sm90", loader_of(case))
+    assert case not in SHORT or spec.tile.tile_kv in (48, 96)
     return spec.tile
 
 

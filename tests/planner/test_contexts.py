@@ -24,7 +24,7 @@ from flashpage.kernels.prefill_sm90 import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
 from flashpage.kernels.spec import VariantSpec
 from flashpage.kernels.work import Problem
 from flashpage.plan import prepared_kernels
-from flashpage.variants import builtin
+from flashpage.variants import Variant, builtin
 
 BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
@@ -227,6 +227,27 @@ def test_wide_heads_have_short_tiles(
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, window_left=window - 1, **sizes)
     found = ContextLengths(options, devices.H200).of([tokens] * 64, [tokens] * 64)
     assert (found is ContextClass.SHORT) is is_short
+
+
+@pytest.mark.parametrize(
+    ("changed", "dim_vo", "expected"),
+    [
+        ({"has_soft_cap": True}, 128, ContextClass.LONG),
+        ({"position_encoding": "ALIBI"}, 128, ContextClass.LONG),
+        ({"variant": Variant(logit="score * 2")}, 128, ContextClass.LONG),
+        ({"variant": Variant(score_mod=lambda score, b, h, q_idx, kv_idx: score * 2)}, 128, ContextClass.LONG),
+        ({"variant": Variant(mask="kv_idx != 3")}, 128, ContextClass.SHORT),
+        ({"causal": False, "window_left": 100}, 128, ContextClass.USUAL),
+        ({"causal": False, "window_left": 100}, 256, ContextClass.USUAL),
+    ],
+)
+def test_batches_that_short_tiles_do_not_serve(changed: dict[str, Any], dim_vo: int, expected: ContextClass) -> None:
+    """They keep pairs: no short tile computes on scores. Without causal a row sees all tokens after its window."""
+    sizes: dict[str, Any] = {"head_dim_qk": max(192, dim_vo), "head_dim_vo": dim_vo, "num_q_heads": 32}
+    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_kv_heads=2, **sizes)
+    options = dataclasses.replace(options, kv_source="ragged", page_size=0, **changed)
+    tokens = 4096 if options.window_left >= 0 else 1600
+    assert ContextLengths(options, devices.H200).of([tokens] * 8, [tokens] * 8) is expected
 
 
 def test_prompts_count_by_their_rows_as_well_as_by_their_number() -> None:

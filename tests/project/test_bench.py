@@ -24,9 +24,11 @@ MIXED = ("--small", "--device", "cpu", "--repeats", "1", "--rounds", "1")
 PROGRAMS = [  # program and arguments, and a line that it prints
     (("host.py", "--device", "cpu", "--repeats", "3"), "| run, prefill, out= given | 1 |"),
     (("gpu.py", "decode", "--only", "Zipf", *SMALL), "| batch 64, context 4k, Zipf | flashpage |"),
+    (("gpu.py", "decode", "--apart", "--only", "page 64", *SMALL), "| batch 64, context 4k, page 64 | flashpage |"),
     (("gpu.py", "more-decode", "--only", "chat", *SMALL), "| batch 256, chat | flashpage |"),
     (("gpu.py", "prefill", "--only", "16 x 1k", *SMALL), "| ragged 16 x 1k | flashpage |"),
     (("gpu.py", "fp8-prefill", "--only", "4 x 4k", *SMALL), "| e4m3, page 16, 4 x 4k | flashpage |"),
+    (("gpu.py", "fp8-prefill", "--only", "one sign", *SMALL), "| e4m3, ragged 1 x 16k, V of one sign | flashpage |"),
     (("gpu.py", "small-prefill", "--only", "16, 8 x 512", *SMALL), "| page 16, 8 x 512 | flashpage |"),
     (("gpu.py", "fp8-kv", "--only", "e4m3 KV, 1 x", *SMALL), "| e4m3 KV, 1 x 32k | flashpage |"),
     (("gpu.py", "mla", "--only", "16 heads, batch 16", *SMALL), "| 16 heads, batch 16, context 2k | flashpage |"),
@@ -38,6 +40,21 @@ PROGRAMS = [  # program and arguments, and a line that it prints
     (("cascade.py", "--only", "64 requests, 8k", *SMALL), "| 64 requests, 8k shared, 1k own | flashpage |"),
     (("sglang_turns.py", "--small", "--device", "cpu"), "skipped: SGLang is not installed"),
     (("vllm_turns.py", "--small", "--device", "cpu"), "skipped: vLLM is not installed"),
+    (
+        (
+            "energy.py",
+            "--small",
+            "--device",
+            "cpu",
+            "--libraries",
+            "flashpage",
+            "--seconds",
+            "0.1",
+            "--only",
+            "1 x 16k",
+        ),
+        "| ragged 1 x 16k | flashpage |",
+    ),
     (("plan_arithmetic.py", "--rounds", "1", "--largest", "0"), "| prefill, 1,024 rows | 64 |"),
     (("small_pages.py", "--only", "4 x 4k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 4k |"),
     (("formats.py", "--only", "8 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| prefill, 8 x 1k |"),
@@ -126,6 +143,20 @@ def test_attention_of_torch() -> None:
     done = programs.run([BENCH / "torch_attention_bench.py", *small], env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| flashpage |") == 11
+
+
+def test_options_with_scales() -> None:
+    """Scales by head and by request over bf16 and e4m3 caches have times, not refusals."""
+    environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
+    small = ["--small", "--device", "cpu", "--repeats", "1", "--only", "scales", "--cases", "decode,decode-e4m3,16k"]
+    done = programs.run([BENCH / "variants_bench.py", "options", *small], env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| scales, ")]
+    assert all(float(number) > 0 for row in rows for number in row[1:4])
+    names = [row[0].removeprefix("| scales, ") for row in rows]
+    by_request = "k and v by request and head", "q by head, k and v by request and head"
+    for name in ("v by head", "q, k and v by head", *by_request):
+        assert names.count(name) == (2 if name in by_request else 3)
 
 
 @pytest.mark.rare

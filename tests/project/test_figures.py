@@ -81,6 +81,24 @@ def test_host_times_have_the_peers_column_if_a_line_has_it() -> None:
     assert figures().TABLES["host"](lines[:1]).splitlines()[0] == "| what | batch | us | must | goal |"
 
 
+def test_first_calls_have_a_column_for_each_library() -> None:
+    """A cached kernel has no time with torch, and a peer may have refused a call."""
+    cold, cached = "decode, from an empty cache", "decode, a cached kernel"
+    both = {"flashpage": 1.25, "flashinfer": 7.0}
+    lines = [
+        line("cold", cold, seconds=both, with_torch={"flashpage": 3.0, "flashinfer": 10.0}, must=1.5),
+        line("cold", cached, seconds={"flashpage": 0.006}, with_torch={}, must=0.01),
+    ]
+    assert figures().TABLES["cold"](lines).splitlines()[2:] == [
+        "| first call | flashpage s | FlashInfer s | flashpage s, with torch | FlashInfer s, with torch | must |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| decode, from an empty cache | 1.250 | 7.000 | 3.000 | 10.000 | 1.5 |",
+        "| decode, a cached kernel | 0.006 |  |  |  | 0.01 |",
+    ]
+    assert "## First calls of a process: Card" in figures().page(lines)
+    assert "First calls" not in figures().page([line("decode", "batch 1")])
+
+
 def test_counters_have_a_row_for_each_kernel() -> None:
     kernels = [
         {"kernel": "attention", "counts": {"time us": 1234.5, "DRAM MB": 80.0}, "stalls": {"wait": 1.5, "gmma": 0.4}},
@@ -139,6 +157,22 @@ def test_a_sweep_has_a_summary_and_the_cases_behind() -> None:
         ("1.004", ""),
         ("1.002", "each row tile reads single rows"),
     ]
+
+
+def test_a_table_says_when_its_cards_were_read() -> None:
+    """Lines of older runs have the card's state after a case and no UUID."""
+    during = {"sm_mhz": 1700.0, "watts": 650.0, "celsius": 60.0, "samples": 20}
+    lines = [
+        line("decode", "batch 1"),
+        line("decode", "batch 2", uuid="1a2b3c4d", clocks=during),
+        line("decode", "batch 3", uuid="1a2b3c4d", clocks=during | {"sm_mhz": 1800.0}),
+    ]
+    others = "500 to 500 W, 40 to 40 degrees Celsius", "650 to 650 W, 60 to 60 degrees Celsius"
+    words = f"The card after each case: 1980 to 1980 MHz, {others[0]}."
+    words += f" The card inside of the timed rounds: 1700 to 1800 MHz, {others[1]}."
+    text = figures().page(lines)
+    assert f" Card 1a2b3c4d. {words}" in text
+    assert "Cards 1a2b3c4d, ffffffff." in figures().page([*lines, line("decode", "batch 4", uuid="ffffffff")])
 
 
 def test_a_later_run_replaces_an_earlier_one(tmp_path: Path) -> None:

@@ -46,14 +46,6 @@ CASES = [
         head_dim_vo=128,
         **{**BF16, "num_q_heads": 4, "head_dim": 192},
     ),
-    prefill(
-        "host-window-dim-256",
-        "short tiles with room for two Qs",
-        (40, 9),
-        (300, 200),
-        window_left=100,
-        **{**BF16, "head_dim": 256},
-    ),
     prefill("host-page-1", "tokens loaded row by row", (70, 33), (300, 33), page_size=1, **BF16),
     prefill("host-page-12", "loaded row by row, seven rows to the tile's end", (40,), (387,), page_size=12, **BF16),
     prefill("host-short", "a last tile that is half full or less", (70, 9), (400, 326), **BF16),
@@ -323,6 +315,32 @@ HALVES = [
 ]
 CASES += HALVES
 
+# Tiles for rows that see few tokens.
+DIM_192: dict[str, Any] = {**BF16, "head_dim": 192, "head_dim_vo": 128}
+DIM_256: dict[str, Any] = {**BF16, "head_dim": 256, "page_size": 32}
+SHORT = [
+    prefill("host-short-192-128", "room for two Qs", (70, 33, 0, 40), (300, 97, 9, 40), **DIM_192),
+    prefill("host-short-192-128-group-5", "units of 125 rows", (60, 25), (250, 25), **{**DIM_192, "num_q_heads": 10}),
+    prefill("host-short-192-128-ragged", "no pages", (70, 33), (500, 40), entry="ragged", **DIM_192),
+    prefill(
+        "host-window-dim-256",
+        "room for two Qs, and a page that begins in one tile and ends in the next",
+        (40, 9, 33),
+        (300, 200, 49),
+        window_left=100,
+        **DIM_256,
+    ),
+    prefill(
+        "host-window-dim-256-group-12",
+        "units of 120 rows",
+        (30, 12),
+        (200, 97),
+        window_left=50,
+        **{**DIM_256, "num_q_heads": 12, "num_kv_heads": 1},
+    ),
+]
+CASES += SHORT
+
 # Outputs of e4m3.
 O8: dict[str, Any] = {**BF16, "o_dtype": "float8_e4m3fn", "o_scale": "tensor"}
 CASES += [
@@ -357,5 +375,6 @@ RARE = {
     *("host-rows-80-24", "host-rows-192-256", "host-function-heads-causal", "host-fp8-mask", "host-q8-192-128"),
     *("host-q8-page-5", "host-rope-cap", "host-rope-mask", "host-rope-dim-16", "host-rope-192-128"),
     *("host-halves-ragged-dim-192", "host-o8-dim-64", "host-o8-dim-256", "host-o8-fp8", "host-o8-q8-dim-96"),
+    "host-short-192-128-ragged",
 }
 assert {case.name for case in CASES} >= RARE

@@ -139,6 +139,8 @@ def serve() -> dict[str, Any] | None:
     for module in sys.argv[1:]:
         importlib.import_module(module)
     gc.freeze()  # a collection in a program would copy all pages
+    if sys.argv[1:]:  # engines freeze and unfreeze by themselves, so that their collections take most of their start
+        gc.freeze = gc.unfreeze = lambda: None
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         if "wait" in request:

@@ -116,6 +116,8 @@ def quantize(config: Any, name: str, layer: Any) -> None:
     rows = [torch.randn(5, count, size, dtype=torch.bfloat16) for count in (heads, kv_heads, kv_heads)]
     for of_rows in rows:
         torch._dynamo.mark_dynamic(of_rows, 0)  # as in vLLM's graphs
+    assert layer.impl.has_plans
+    layer.impl.has_plans = False  # vLLM measures memory before there are builders
     for function in (step, torch.compile(step, backend=backend_of(fusion_pass))):
         assert layer.impl.options.kind.out_dtype is None
         with torch.inference_mode(), set_forward_context(None, config, slot_mapping={name: torch.arange(5)}):

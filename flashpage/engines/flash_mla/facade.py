@@ -6,11 +6,18 @@ import types
 
 from .. import overlay
 
+_FUSED = "fused_norm_rope_attn_rope_cast"
 PACKAGE = overlay.Package(
     "flash_mla",
     "1.0.0",
     __doc__,
-    modules={"": "flashpage.flash_mla", "flash_mla_interface": "flashpage.flash_mla"},
+    modules={
+        "": "flashpage.flash_mla",
+        "flash_mla_interface": "flashpage.flash_mla",
+        _FUSED: f"{__package__}.{_FUSED}",
+    },
+    others=frozenset({"flash_attn_varlen_func", "has_legacy"}),  # theirs compute gradients, and know their kernels
+    kept=(_FUSED,),
 )
 
 

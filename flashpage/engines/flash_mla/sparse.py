@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base import checks
-from ...base.errors import RunError
+from ...base.errors import CapabilityError, RunError
 from ...base.memory import is_capturing
 from ...kernels.latent_formats import PACKED
 from ...plan.lengths import Lengths
@@ -22,6 +22,9 @@ from ...wrappers.merge import merge_state_in_place
 from ...wrappers.plan_arguments import LatentArguments
 
 _FORMATS = {found.row_bytes: name for name, found in PACKED.items()}
+_KV_FORMATS = {"V32": PACKED["deepseek_v32"].row_bytes, "V4": PACKED["deepseek_v4"].row_bytes}
+_OTHER_KV_FORMATS = ("V32_NO_ROPE", "V41", "V41_FP4")
+_V41 = {528: "V3.2's without rotated columns or V4.1's", 288: "V4.1's in fp4"}
 
 
 class Lists(NamedTuple):
@@ -40,6 +43,7 @@ class SparseCall(NamedTuple):
     sm_scale: float
     key: Hashable = None  # the step for which one plan is enough; None: every call plans
     out_dtype: torch.dtype | None = None  # of a state's output; None: the query's
+    uncut: bool = False  # no list is cut
 
     def state(self, lists: Lists) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the LSE, base 2, over one cache."""
@@ -67,6 +71,7 @@ class SparseCall(NamedTuple):
             o_data_type=self.out_dtype,
             kv_data_type=None if row_format else lists.cache.dtype,
             kv_row_format=row_format,
+            disable_split_kv=self.uncut,
             is_selected=True,
         )
         plan = plan_of(self.query.device, "NHD", arguments, SELECTED)
@@ -92,6 +97,11 @@ def attend(call: SparseCall, lists: list[Lists], attn_sink: torch.Tensor | None)
     for others in lists[1:]:
         merge_state_in_place(out, lse, *call.state(others))
     lse = lse * LN_2
+    return with_sink(call, out, lse, attn_sink), lse
+
+
+def with_sink(call: SparseCall, out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tensor:
+    """The output in the query's type, multiplied by exp(lse) / (exp(lse) + exp(attn_sink))."""
     if attn_sink is not None:
         sink = checks.tensor(attn_sink, "attn_sink", RunError)
         if sink.shape != lse.shape[1:] or sink.dtype != torch.float32:
@@ -100,8 +110,23 @@ def attend(call: SparseCall, lists: list[Lists], attn_sink: torch.Tensor | None)
                 f"pass float32 of {tuple(lse.shape[1:])}."
             )
         kept = (lse - sink).sigmoid().nan_to_num(0.0).unsqueeze(-1)
-        return torch.mul(out, kept, out=torch.empty_like(out, dtype=call.query.dtype)), lse
-    return out.to(call.query.dtype), lse
+        return torch.mul(out, kept, out=torch.empty_like(out, dtype=call.query.dtype))
+    return out.to(call.query.dtype)
+
+
+def check_format(kv_format: Any, cache: torch.Tensor | None) -> None:
+    """Checks FlashMLA's name of the format of a cache; None: a cache without lists, which has no such format."""
+    if kv_format is None:
+        return
+    if cache is None:
+        raise RunError(f"kv_format={checks.shown(kv_format)} without indices: pass None, as rows have q's type.")
+    if kv_format in _OTHER_KV_FORMATS:
+        known = " or ".join(f"{name!r} ({size} bytes)" for name, size in _KV_FORMATS.items())
+        raise CapabilityError(f"kv_format={kv_format!r} is not supported, as no kernel reads such rows: pass {known}.")
+    size = _KV_FORMATS[checks.choice("kv_format", kv_format, tuple(_KV_FORMATS), RunError)]
+    if cache.element_size() != 1 or cache.shape[-1] != size:
+        found = f"{cache.shape[-1]} elements of {cache.dtype}" if cache.element_size() != 1 else cache.shape[-1]
+        raise RunError(f"kv_format={kv_format!r} is of {size} bytes but k_cache has rows of {found}: pass None.")
 
 
 def lists_of(cache: Any, indices: Any, lengths: Any, rows: tuple[int, ...], names: tuple[str, str, str]) -> Lists:
@@ -114,7 +139,10 @@ def lists_of(cache: Any, indices: Any, lengths: Any, rows: tuple[int, ...], name
         )
     if cache.dim() and cache.element_size() == 1 and cache.shape[-1] not in _FORMATS:
         sizes = " or ".join(f"{size} ({name})" for size, name in _FORMATS.items())
-        raise RunError(f"{names[0]} has rows of {cache.shape[-1]} bytes: pass {sizes}, or elements of q's type.")
+        given = f"{names[0]} has rows of {cache.shape[-1]} bytes"
+        if cache.shape[-1] in _V41:
+            given += f", {_V41[cache.shape[-1]]}, which no kernel reads"
+        raise RunError(f"{given}: pass {sizes}, or elements of q's type.")
     if lengths is not None:
         lengths = checks.tensor(lengths, names[2], RunError)
         if lengths.shape != rows[:1] or lengths.dtype != torch.int32 or lengths.device != indices.device:

@@ -10,7 +10,7 @@ from ...base.errors import RunError
 from ...base.memory import is_capturing
 from ...plan.lengths import Lengths
 from ...plan.page_indices import Pages
-from . import decode, plans
+from . import decode, plans, prompts
 from .call import Layer
 from .ragged import joined_to_host, packed, padded_to
 
@@ -25,7 +25,8 @@ class _Slots(NamedTuple):
 def attend(
     layer: Layer, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """Stores the new tokens, and attends to all tokens of their requests; decode steps with block tables: decode.py.
+    """Stores the new tokens, and attends to all tokens of their requests; decode steps with block tables: decode.py;
+    steps with prompts that may be captured: prompts.py.
 
     Args:
         index: layer number.
@@ -38,12 +39,13 @@ def attend(
     """
     if kwargs.get("block_table") is not None:
         return decode.attend(layer, index, query, key, value, kwargs)
-    if is_capturing(query.device):
-        raise RunError(
-            "a step with prompts is being captured, whose lengths the host plans: "
-            "pass use_cuda_graph=(False, True), which captures decode steps alone."
-        )
     cache = kwargs["cache"]
+    stays_on_device = prompts.are_captured(cache)
+    if is_capturing(query.device) and not stays_on_device:
+        raise RunError(
+            "a step with prompts is being captured, which its manager was not made for: "
+            "pass use_cuda_graph=True with the ContinuousBatchingConfig, after flashpage.hf.register()."
+        )
     is_newer = hasattr(cache, "layer_to_allocator")  # from transformers 5.18 on
     layer_type, group, slots = (_slots_of if is_newer else _slots_of_older)(cache, index)
     kv_ends = kwargs["cu_seq_lens_k"]
@@ -58,11 +60,17 @@ def attend(
                 key, value, layer_idx=index, read_index=kwargs["read_index"], write_index=kwargs["write_index"]
             )
             key, value = (t.transpose(0, 1).unsqueeze(0) for t in rows)
+        if stays_on_device:
+            rows = _Slots(*(t[0].transpose(0, 1).unsqueeze(1) for t in (key, value)))
+            return prompts.attend(layer, layer_type, query, rows, ends, None)
         return packed(layer, query, key, value, ends)
     slots.keys.index_copy_(0, write, key[0].transpose(0, 1).unsqueeze(1))
     slots.values.index_copy_(0, write, value[0].transpose(0, 1).unsqueeze(1))
     # No request has earlier tokens, so there is nothing to read.
-    return _paged(layer, query, slots, group, read if read.numel() else write, ends)
+    indices = read if read.numel() else write
+    if stays_on_device:
+        return prompts.attend(layer, group, query, slots, ends, indices)
+    return _paged(layer, query, slots, group, indices, ends)
 
 
 def _paged(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
 from ...base.errors import RunError
-from . import latents
+from . import indexer, latents
 from .cache_layer import PagedLayer
 from .history import History
 from .pages import PageTable
@@ -31,23 +33,29 @@ class PagedCache(Cache):
             raise RunError(f"{config.model_type} has layers that attend to an encoder: pass no past_key_values.")
         config = config.get_text_config(decoder=True)
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if others:
+        is_indexed = others == {indexer.LAYER_TYPE} and config.model_type in indexer.MODELS
+        if others and not is_indexed:
             raise RunError(f"{config.model_type} has layers of {', '.join(sorted(others))}: pass no past_key_values.")
         self.table = PageTable(page_size, num_pages)
         self.history = History()
         self.step: Step | None = None
-        kind = PagedLayer
+        make: Callable[[Any], PagedLayer] = PagedLayer
         if getattr(config, "kv_lora_rank", None) is not None:
             latents.prepare(config)
-            kind = latents.LatentLayer
-        super().__init__(layers=[kind(self) for _ in range(config.num_hidden_layers)])
+            make = latents.LatentLayer
+            if is_indexed:
+                make = functools.partial(indexer.IndexedLayer, topk=config.index_topk)
+        super().__init__(layers=[make(self) for _ in range(config.num_hidden_layers)])
+
+    def require_batch(self, batch: int) -> None:
+        """Refuses a batch of another size than that of the tokens in the cache."""
+        if self.history.length and self.table.batch != batch:
+            raise RunError(f"the batch is {batch} but the cache holds {self.table.batch} requests: reset() it.")
 
     def begin(self, length: int, batch: int, mask: torch.Tensor | None) -> Step:
         """The step after which each row of the cache has `length` tokens, padding included."""
         if self.step is None or self.step.length != length:
             if self.table.batch != batch:
-                if self.history.length:
-                    raise RunError(f"the batch is {batch} but the cache holds {self.table.batch} requests: reset() it.")
                 self.table.start(batch)
             self.step = Step(self.table, self.history, self.layers[0].keys.device, length, mask)
         return self.step
@@ -66,6 +74,8 @@ class PagedCache(Cache):
         if self.history.length:
             self.table.select(requests)
             self.history.select(requests)
+            for layer in self.layers:
+                layer.select(requests)
 
     batch_select_indices = reorder_cache
 
@@ -82,7 +92,7 @@ class PagedCache(Cache):
     def _set_length(self) -> None:
         self.step = None
         for layer in self.layers:
-            layer.length, layer.is_pending = self.history.length, False
+            layer.shorten(self.history.length)
 
     @property
     def batch_size(self) -> int:

@@ -15,6 +15,11 @@ from .step import Step
 
 _TAG = "_flashpage_layer"  # attribute of the keys that a layer's update returns; the attention function gets them
 
+UNREACHED = (
+    "keys of a PagedCache did not reach flashpage's attention. "
+    "Call flashpage.hf.register() and model.set_attn_implementation(flashpage.hf.NAME)."
+)
+
 
 def layer_of(key: torch.Tensor) -> Any:
     """The PagedCache layer that these keys come from, or what latents.py made of its rows; otherwise None."""
@@ -55,11 +60,9 @@ class PagedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes [batch, heads, tokens, dim], and returns the new tokens, which the attention function stores."""
+        self.cache.require_batch(key_states.shape[0])
         if self.is_pending:
-            raise RunError(
-                "keys of a PagedCache did not reach flashpage's attention. "
-                "Call flashpage.hf.register() and model.set_attn_implementation(flashpage.hf.NAME)."
-            )
+            raise RunError(UNREACHED)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.length += key_states.shape[2]
@@ -102,6 +105,13 @@ class PagedLayer(CacheLayerMixin):
             for new, t in zip(grown, old, strict=True):
                 new[:count] = t
             self._take(*grown)
+
+    def shorten(self, length: int) -> None:
+        """Forgets all but the first `length` columns, after the cache's pages did."""
+        self.length, self.is_pending = length, False
+
+    def select(self, requests: torch.Tensor) -> None:
+        """Makes row i a copy of row requests[i] in memory of this layer that is not in pages: none."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0

@@ -10,6 +10,7 @@ from ...base.errors import RunError
 from . import batching, masks, ragged
 from .cache_layer import layer_of
 from .call import Layer, judge
+from .latents import NewRows
 
 
 @torch.compiler.disable
@@ -38,8 +39,9 @@ def attention(
         sliding_window: number of tokens that a row sees, its own included.
         softcap: scores become softcap * tanh(score / softcap).
         s_aux: [num_q_heads] sinks in natural-log units, which join the softmax's denominator.
-        indices: [batch, q_length, topk], the tokens that each row sees (DeepSeek V3.2, GLM-5), without padding. They
-            become a mask of bits: each layer makes a plan, and the time is that of all tokens.
+        indices: [batch, q_length, topk], the tokens that each row sees (DeepSeek V3.2, GLM-5), all different and
+            without padding. Rows in a PagedCache are read by them. Without one they become a mask of bits: each layer
+            makes a plan, and the time is that of all tokens.
         cache, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index: given by continuous batching.
 
     Returns:
@@ -48,17 +50,24 @@ def attention(
     options = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     options |= {"s_aux": s_aux, "is_causal": is_causal, "position_bias": position_bias} | kwargs
     layer = judge(module, query, key, value, attention_mask, options)
+    pages = layer_of(key)
     if (indices := kwargs.get("indices")) is not None:
-        if kwargs.get("cache") is not None or layer_of(key) is not None:
-            raise RunError("indices are given, the tokens that rows see: call the model without pages, or use 'sdpa'.")
+        is_latent = isinstance(pages, NewRows)
+        if kwargs.get("cache") is not None or (pages is not None and not is_latent):
+            raise RunError(
+                "indices are given, the tokens that rows see, over pages of keys and values: "
+                "pass no past_key_values, and call generate in place of generate_batch."
+            )
         if layer.window_left >= 0:
             raise RunError(
                 f"sliding_window={sliding_window} with indices: pass None, as rows list the tokens they see."
             )
+        if is_latent:
+            return pages.attend(masks.without_bits(layer), query, key, value, indices), None
         layer = _of_lists(layer, indices, query.shape[2], key.shape[2])
     if kwargs.get("cache") is not None:
         return batching.attend(layer, module.layer_idx, query, key, value, kwargs), None
-    if (pages := layer_of(key)) is not None:
+    if pages is not None:
         return pages.attend(layer, query, key, value), None
     if attention_mask is None and (q_ends := kwargs.get("cu_seq_lens_q")) is not None:
         kv_ends = kwargs.get("cu_seq_lens_k")

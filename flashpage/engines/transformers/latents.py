@@ -17,8 +17,8 @@ import transformers
 from ...base.errors import CapabilityError, RunError
 from ...wrappers.append import append_paged_mla_kv_cache
 from ...wrappers.plan_arguments import LatentArguments
-from . import ragged
-from .cache_layer import PagedLayer, layer_of, tagged
+from . import lists, ragged
+from .cache_layer import UNREACHED, PagedLayer, layer_of, tagged
 from .call import Layer
 from .masks import bits
 from .step import Step
@@ -58,7 +58,9 @@ def _handed_on(
     layer: LatentLayer, original: Any, module: Any, latents: torch.Tensor, rotated: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expanded keys and values of a prompt, and otherwise the rows, with what attention needs of them."""
-    new = NewRows(layer, module, latents, rotated, is_first=layer.length == latents.shape[2])
+    if module.config._attn_implementation in ("eager", "sdpa"):
+        raise RunError(UNREACHED)
+    new = NewRows(layer, module, latents, rotated, is_first=layer.expands(latents.shape[2]))
     key, value = original(module, latents, rotated) if new.is_first else (latents, rotated)
     return tagged(key, new), value
 
@@ -72,17 +74,32 @@ class NewRows(NamedTuple):
     rotated: torch.Tensor  # [batch, 1, tokens, qk_rope_head_dim]
     is_first: bool  # the cache was empty: keys and values are expanded
 
-    def attend(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Stores the rows and attends to all; returns [batch, q_length, num_q_heads, v_head_dim]."""
-        step = self.layer.store(layer, self.latents, self.rotated)
-        if self.is_first:
+    def attend(
+        self,
+        layer: Layer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Stores the rows and attends to all, or to those that `indices` lists; returns [batch, q_length, num_q_heads,
+        v_head_dim]."""
+        step, length = self.layer.store(layer, self.latents, self.rotated), self.layer.length
+        # Lists of all tokens are not read, unless a 4-D mask is over cached rows, which lists serve on a card as well.
+        is_listed = indices is not None and (indices.shape[2] < length or (layer.call.has_mask and not self.is_first))
+        if self.is_first and not is_listed:
             return ragged.attend(layer, query, key, value)
-        mask = bits(layer.mask, query.shape[0], query.shape[2], self.layer.length)
         up, down = self._expansion(query)
-        call: Any = AbsorbedCall.of(layer, query, self.latents.shape[3], self.rotated.shape[3])
+        call: Any = AbsorbedCall.of(layer, query, self.latents.shape[3], self.rotated.shape[3], is_listed)
         nope, rotated = query.split([up.shape[1], call.head_dim_kpe], -1)
         absorbed = torch.cat([torch.einsum("bhtn,hnc->bhtc", nope, up), rotated], -1)
-        out = step.run(layer._replace(call=call), absorbed, self.layer.keys, mask)
+        layer = layer._replace(call=call)
+        if is_listed:
+            assert indices is not None
+            out = lists.run(step, layer, absorbed, self.layer.keys, indices)
+        else:
+            mask = bits(layer.mask, query.shape[0], query.shape[2], length)
+            out = step.run(layer, absorbed, self.layer.keys, mask)
         return torch.einsum("bthc,hvc->bthv", out, down)
 
     def _expansion(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,9 +126,10 @@ class AbsorbedCall(NamedTuple):
     sm_scale: float
     is_causal: bool
     has_mask: bool
+    is_listed: bool  # each row lists its tokens
 
     @staticmethod
-    def of(layer: Layer, query: torch.Tensor, ckv: int, kpe: int) -> AbsorbedCall:
+    def of(layer: Layer, query: torch.Tensor, ckv: int, kpe: int, is_listed: bool) -> AbsorbedCall:
         call = layer.call
         if call.soft_cap is not None or layer.window_left >= 0:
             raise CapabilityError(
@@ -119,17 +137,23 @@ class AbsorbedCall(NamedTuple):
                 "pass no past_key_values."
             )
         scale = query.shape[3] ** -0.5 if call.sm_scale is None else call.sm_scale
-        return AbsorbedCall(call.num_q_heads, ckv, kpe, call.dtype, scale, call.is_causal, call.has_mask)
+        return AbsorbedCall(call.num_q_heads, ckv, kpe, call.dtype, scale, call.is_causal, call.has_mask, is_listed)
 
     def arguments(self, page_size: int, window_left: int, has_mask: bool) -> LatentArguments:
         """The options of the plan."""
         sizes = (self.num_q_heads, self.head_dim_ckv, self.head_dim_kpe, page_size)
-        is_causal = self.is_causal and not self.has_mask
-        return LatentArguments(*sizes, self.sm_scale, is_causal, self.dtype, has_mask=has_mask)
+        is_causal = self.is_causal and not self.has_mask and not self.is_listed
+        return LatentArguments(
+            *sizes, self.sm_scale, is_causal, self.dtype, has_mask=has_mask, is_selected=self.is_listed
+        )
 
 
 class LatentLayer(PagedLayer):
     """One layer's pages of latent rows, [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]."""
+
+    def expands(self, count: int) -> bool:
+        """Whether keys and values of `count` new tokens are expanded: the cache was empty."""
+        return self.length == count
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self._ckv = key_states.shape[3]

@@ -10,6 +10,9 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ...base.errors import RunError
 from ...plan.page_indices import Mask
+from .call import Layer
+
+_PADDING = "_flashpage_padding"  # attribute of a 4-D causal mask: the mask [batch, kv_length] that is in it, or None
 
 
 def padding_mask(
@@ -29,7 +32,8 @@ def padding_mask(
 
     Returns:
         None (no padding) or [batch, kv_length] bool where the mask is full, or causal with at most a window;
-        [batch, 1, q_length, kv_length] bool for any other mask.
+        [batch, 1, q_length, kv_length] bool for any other mask, and for a causal one of a model that reads its mask
+        itself; that one remembers the padding.
     """
     is_full = mask_function is bidirectional_mask_function
     if isinstance(q_offset, torch.Tensor) or (not is_full and kv_offset + kv_length > q_offset + q_length):
@@ -37,11 +41,22 @@ def padding_mask(
             "the cache hands out more tokens than it has (StaticCache): pass flashpage.hf.PagedCache or none."
         )
     is_window = local_size is None or local_size == getattr(config, "sliding_window", None)
+    padding = None if attention_mask is None else attention_mask[:, -kv_length:]
     if is_full or (allow_is_causal_skip and is_window):
-        return None if attention_mask is None else attention_mask[:, -kv_length:]
+        return padding
     arguments = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size} | kwargs
     arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **arguments)
+    mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **arguments)
+    if mask_function is causal_mask_function and local_size is None:
+        setattr(mask, _PADDING, padding)
+    return mask
+
+
+def without_bits(layer: Layer) -> Layer:
+    """The layer with the padding alone in place of a 4-D causal mask that padding_mask has made; otherwise the same."""
+    if not hasattr(layer.mask, _PADDING):
+        return layer
+    return layer._replace(call=layer.call._replace(has_mask=False), mask=getattr(layer.mask, _PADDING))
 
 
 class Rows(NamedTuple):
@@ -77,19 +92,24 @@ def token_rows(is_token: torch.Tensor, device: torch.device) -> Rows:
     return Rows(is_token, index, is_token.sum(1))
 
 
-def of_lists(
-    indices: torch.Tensor, mask: torch.Tensor | None, q_length: int, kv_length: int, is_causal: bool
-) -> torch.Tensor:
-    """The 4-D mask of rows that list their tokens; `mask`: as padding_mask gives it, and is kept."""
+def check_lists(indices: torch.Tensor, q_length: int, kv_length: int) -> None:
+    """Refuses lists of another shape, and on the CPU tokens that a request does not have."""
     if indices.dim() != 3 or indices.shape[1] != q_length:
         raise RunError(f"indices has shape {tuple(indices.shape)}: pass [batch, {q_length}, topk].")
-    if indices.is_cpu and indices.numel():  # on a card the host would have to wait for them; scatter_ asserts there
+    if indices.is_cpu and indices.numel():  # on a card the host would have to wait for them; gathers assert there
         least, most = int(indices.min()), int(indices.max())
         if least < 0 or most >= kv_length:
             raise RunError(
                 f"indices has {most if most >= kv_length else least} but each request has {kv_length} tokens: "
                 f"pass tokens from 0 to {kv_length - 1}, without padding."
             )
+
+
+def of_lists(
+    indices: torch.Tensor, mask: torch.Tensor | None, q_length: int, kv_length: int, is_causal: bool
+) -> torch.Tensor:
+    """The 4-D mask of rows that list their tokens; `mask`: as padding_mask gives it, and is kept."""
+    check_lists(indices, q_length, kv_length)
     found = torch.zeros(indices.shape[0], 1, q_length, kv_length, dtype=torch.bool, device=indices.device)
     found.scatter_(-1, indices.unsqueeze(1).long(), True)
     if mask is not None and mask.dim() == 4:
@@ -103,11 +123,16 @@ def bits(mask: torch.Tensor | None, batch: int, q_length: int, kv_length: int) -
     """A 4-D mask as `plan` takes it; None for other masks."""
     if mask is None or mask.dim() != 4:
         return None
+    return Mask(visible_of(mask, batch, q_length, kv_length).flatten())
+
+
+def visible_of(mask: torch.Tensor, batch: int, q_length: int, kv_length: int) -> torch.Tensor:
+    """A 4-D mask as truth values, [batch, 1, q_length, kv_length]."""
     if mask.shape[1] != 1 or mask.shape[0] not in (1, batch) or mask.shape[2:] != (q_length, kv_length):
         raise RunError(
             f"attention_mask has shape {tuple(mask.shape)}: pass one for all heads, {(batch, 1, q_length, kv_length)}."
         )
-    return Mask(_visible(mask).expand(batch, 1, q_length, kv_length).flatten())
+    return _visible(mask).expand(batch, 1, q_length, kv_length)
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor:

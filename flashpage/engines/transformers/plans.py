@@ -10,7 +10,9 @@ import torch
 from ...plan.lengths import Lengths
 from ...plan.page_indices import NO_PAGES, Mask, Pages
 from ...plan.session import current_stream
+from ...run.checks import NO_SCALES, Tensors
 from ...wrappers.base import PAGED, RAGGED, Attention
+from ...wrappers.latent_sparse import SELECTED, SelectedAttention
 from ...wrappers.plan_arguments import Checked
 from .call import Layer
 
@@ -55,6 +57,13 @@ class Planned:
         out: torch.Tensor = self._attention.run(q, cache, values=values, sinks=layer.sinks)
         return out
 
+    def run_lists(self, layer: Layer, q: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor) -> torch.Tensor:
+        """Attention of the planned rows to listed tokens, [tokens, num_q_heads, head_dim_vo]."""
+        attention, tensors = self._attention, Tensors(q, rows, None, None)
+        assert isinstance(attention, SelectedAttention)
+        out: torch.Tensor = attention.run_indices(tensors, lists, False, NO_SCALES, layer.sinks, None)
+        return out
+
     def planned_for(self, identity: tuple[Any, ...], batch: Any) -> Any:
         """Remembers the batch. Keeps the tensors of `identity` alive, so that no other tensor gets their id."""
         self.identity, self.batch = identity, batch
@@ -77,12 +86,14 @@ def workspace(device: torch.device) -> torch.Tensor:
     return _local.workspaces[key]
 
 
-def shared(device: torch.device, kind: tuple[Any, ...], is_paged: bool) -> Planned:
+def shared(device: torch.device, kind: tuple[Any, ...], is_paged: bool, is_listed: bool = False) -> Planned:
     """This thread's plan of a kind; beyond _MOST_PLANS kinds the oldest plan is dropped."""
     key = (*place(device), *kind)
     planned = _local.planned.pop(key, None)
     if planned is None:
-        planned = Planned(Attention(workspace(device), names=PAGED if is_paged else RAGGED, owner="flashpage.hf"))
+        make = SelectedAttention if is_listed else Attention
+        names = SELECTED if is_listed else PAGED if is_paged else RAGGED
+        planned = Planned(make(workspace(device), names=names, owner="flashpage.hf"))
         if len(_local.planned) >= _MOST_PLANS:
             del _local.planned[next(iter(_local.planned))]
     _local.planned[key] = planned

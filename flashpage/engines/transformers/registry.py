@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import initialization
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ...base.errors import RunError
-from ...base.warn import warn
+from . import prompts
 from .forward import attention, batched_attention
 from .masks import padding_mask
 
@@ -23,8 +23,8 @@ _KEEPS_PREFIXED = "paged|sdpa" in AttentionInterface().valid_keys()
 # The name while a ContinuousBatchingManager runs the model. It has no mask function, so transformers makes no mask.
 BATCHING_NAME = f"paged|{NAME}" if _KEEPS_PREFIXED else f"{NAME}_batching"
 _MARK = "_keeps_flashpage"
-# Whether the model whose manager is being made is on a card. `_choose` notes it for `_capture_decodes_alone`, as the
-# function of transformers that chooses graphs does not get the model.
+# Whether the model whose manager is being made is on a card. `_choose` notes it for `_choose_graphs`: the function of
+# transformers that chooses graphs does not get the model.
 _is_on_card: ContextVar[bool] = ContextVar("_is_on_card", default=False)
 
 
@@ -38,7 +38,7 @@ def register() -> None:
     if hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR"):
         _wrap(initialization, "ensure_decode_fast_path_is_available", _keep_tables)
     else:  # 5.17, which has no block tables for NAME
-        _wrap(ContinuousBatchingManager, "__init__", _refuse_graphs)
+        _wrap(ContinuousBatchingManager, "__init__", _note_graphs)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -66,48 +66,43 @@ def _choose(original: Callable[..., Any], manager: Any, model: Any, *args: Any, 
 
 
 def _keep_tables(original: Callable[..., Any], config: Any, cb_config: Any, user_requested: bool) -> None:
-    """Gives decode steps block tables, which transformers keeps for names of FlashAttention, and captures no others."""
+    """Gives decode steps block tables, which transformers keeps for names of FlashAttention, and chooses graphs."""
     if config._attn_implementation != BATCHING_NAME:
         return original(config, cb_config, user_requested)
     kinds = initialization.group_layers_by_attn_type(config)
     if not all(initialization.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds):
         cb_config.max_blocks_per_request = 0
-    _capture_decodes_alone(cb_config, _is_on_card.get())
+    if _has_graphs():  # otherwise transformers turns them off, with a warning if the user has chosen them
+        _choose_graphs(cb_config, _is_on_card.get())
+    prompts.capture(config, _has_graphs() and cb_config.cuda_graph_booleans[0])
     _is_on_card.set(False)  # it was noted for this manager alone
     return None
 
 
-def _capture_decodes_alone(cb_config: Any, is_on_card: bool) -> None:
-    """Chooses graphs before transformers does, which would capture all steps if a size of padding is given. If the user
-    has not chosen, decodes are captured on a card, and a step is prepared while the one before it runs, which is what
-    transformers does for FlashAttention."""
-    chosen = cb_config.use_cuda_graph
-    if chosen is None:
-        padding = ("q_padding_interval_size", "kv_padding_interval_size")
-        has_padding = any(getattr(cb_config, name) != initialization.FALLBACK_DEFAULTS[name] for name in padding)
-        is_compiled = getattr(cb_config, "decode_compile_config", None) is not None  # perhaps with graphs of its own
-        wants_graphs = has_padding or (is_on_card and not is_compiled)
+def _has_graphs() -> bool:
+    name = getattr(initialization, "get_accelerator_graph_name", None)
+    return torch.cuda.is_available() if name is None else name() is not None
+
+
+def _choose_graphs(cb_config: Any, is_on_card: bool) -> None:
+    """Chooses graphs before transformers does, which knows no attention without masks but FlashAttention. A choice of
+    the user's stays, and so does a size of padding, which means graphs of all steps. Otherwise decodes are captured on
+    a card. With graphs a step is prepared while the one before it runs, as transformers does for FlashAttention."""
+    if cb_config.use_cuda_graph is not None:
+        of_prompts, of_decodes = cb_config.cuda_graph_booleans
     else:
-        prompts, wants_graphs = cb_config.cuda_graph_booleans
-        if prompts and not isinstance(chosen, bool):
-            warn(f"use_cuda_graph={chosen}: steps with prompts run without a graph, as the host plans their lengths")
-    captures = wants_graphs and cb_config.max_blocks_per_request > 0
-    cb_config.use_cuda_graph = (False, captures)
-    if captures and getattr(cb_config, "use_async_batching", False) is None:
+        padding = ("q_padding_interval_size", "kv_padding_interval_size")
+        of_prompts = any(getattr(cb_config, name) != initialization.FALLBACK_DEFAULTS[name] for name in padding)
+        is_compiled = getattr(cb_config, "decode_compile_config", None) is not None  # perhaps with graphs of its own
+        of_decodes = of_prompts or (is_on_card and not is_compiled)
+    of_decodes = of_decodes and cb_config.max_blocks_per_request > 0
+    cb_config.use_cuda_graph = (of_prompts, of_decodes)
+    if (of_prompts or of_decodes) and getattr(cb_config, "use_async_batching", False) is None:
         cb_config.use_async_batching = True
 
 
-def _refuse_graphs(original: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses graphs of steps with prompts before the manager has a request. transformers has chosen by then, from
-    use_cuda_graph, the sizes of padding and the device."""
+def _note_graphs(original: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Notes whether steps with prompts are captured, which transformers has chosen when the manager is made."""
     original(manager, model, *args, **kwargs)
-    chosen = manager.continuous_batching_config.cuda_graph_booleans
-    if model.config._attn_implementation != BATCHING_NAME or not chosen[0]:
-        return
-    if manager._original_attn_impl is not None:
-        model.set_attn_implementation(manager._original_attn_impl)
-    raise RunError(
-        f"use_cuda_graph={chosen}, from ContinuousBatchingConfig or its sizes of padding: "
-        "this version of transformers would capture steps with prompts, whose lengths the host plans. "
-        "Pass use_cuda_graph=False, or install transformers 5.18 or newer, which captures decode steps alone."
-    )
+    if model.config._attn_implementation == BATCHING_NAME:
+        prompts.capture(model.config.get_text_config(), manager.continuous_batching_config.cuda_graph_booleans[0])

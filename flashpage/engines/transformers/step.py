@@ -25,8 +25,13 @@ class Step:
         rows: which of the new rows are tokens.
         copies: pages (from, to) that every layer copies before it writes.
         places: request and position of each new token, on the device, for append_paged_kv_cache.
+        positions: of each new token in its request, on the host.
         page_lists: page numbers, the start of each request's, and last_page_len, on the device.
+        is_padded: whether a row of the cache has padding in it.
+        lists: the lists of tokens that a layer's rows see, and the same as places in the pages.
     """
+
+    lists: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(
         self, table: PageTable, history: History, device: torch.device, length: int, mask: torch.Tensor | None
@@ -42,8 +47,9 @@ class Step:
         begin = table.lengths
         self.copies = table.extend(self.rows.lengths)
         history.append(count, self.rows.is_token)
+        self.is_padded = history.is_padded
         self._place(begin, *table.arrays())
-        self._page_size = table.page_size
+        self.page_size = table.page_size
 
     def _new_rows(self, batch: int, count: int, mask: torch.Tensor | None, before: torch.Tensor) -> Rows:
         if count < 1:
@@ -71,26 +77,28 @@ class Step:
         new = self.rows.lengths
         self.q_indptr, self.kv_indptr, self.last_page_len = indptr(new), kv_indptr, last_page_len
         requests = torch.repeat_interleave(new)
-        positions = torch.arange(requests.numel(), device="cpu") - self.q_indptr[requests] + begin[requests]
-        parts = (requests.int(), positions.int(), indices, kv_indptr, last_page_len)
+        self.positions = torch.arange(requests.numel(), device="cpu") - self.q_indptr[requests] + begin[requests]
+        parts = (requests.int(), self.positions.int(), indices, kv_indptr, last_page_len)
         moved = torch.cat(parts).to(self.device).split([part.numel() for part in parts])
         self.places, self.page_lists = (moved[0], moved[1]), (moved[2], moved[3], moved[4])
 
     def run(self, layer: Layer, query: torch.Tensor, pages: Any, mask: Mask | None) -> torch.Tensor:
         """The layer's attention; layers with the same options share the first one's plan."""
-        if self._is_mixed(layer):
-            raise RunError("one layer has a 4-D mask and another has padding: pass masks of one kind, or no cache.")
+        self.refuse_mixed(layer)
         planned = plans.shared(self.device, ("paged", layer.call), is_paged=True)
         identity = (self, None if mask is None else layer.mask)
         if not planned.is_for(identity):
             lengths = Lengths(self.q_indptr, self.kv_indptr, self.last_page_len)
-            planned.plan(layer, lengths, Pages(self.page_lists[0]), self._page_size, mask)
+            planned.plan(layer, lengths, Pages(self.page_lists[0]), self.page_size, mask)
             planned.planned_for(identity, None)
         out = planned.run(layer, self.rows.pack(query).contiguous(), pages)
         return self.rows.unpack(out, query.shape[2])
 
-    def _is_mixed(self, layer: Layer) -> bool:
-        """Whether this layer needs padding stored in the pages while other layers leave it out, or the reverse."""
+    def refuse_mixed(self, layer: Layer) -> None:
+        """Refuses a layer that needs padding stored in the pages while other layers leave it out, or the reverse."""
         if layer.call.has_mask:
-            return self.rows.places is not None
-        return self.is_dense and layer.mask is not None and not bool(layer.mask.all())
+            is_mixed = self.rows.places is not None
+        else:
+            is_mixed = self.is_dense and layer.mask is not None and not bool(layer.mask.all())
+        if is_mixed:
+            raise RunError("one layer has a 4-D mask and another has padding: pass masks of one kind, or no cache.")

@@ -154,7 +154,13 @@ _kind(DATA, "kv")
 _kind(NOT_NEGATIVE, "qk_rope_head_dim")
 _kind((), "qk_nope_head_dim is_var_seq cute_dsl_impl kv_scale_format")
 _kind(REFUSED, "sparse_mla_top_k sparse_mla_top_k_lens enable_dcp is_fp8_kvcache attn_sink extra_k_cache")
-_kind(REFUSED, "extra_indices_in_kvcache extra_topk_length")
+_kind(REFUSED, "extra_indices_in_kvcache extra_topk_length descale_q descale_k")
+_kind(REFUSED_WORD, "return_log2_lse")
+_kind(FLAG, "enable_batch_invariant use_legacy is_varlen")
+_kind(INDPTR, "cu_seqlens_qo cu_seqlens_kv")
+_kind(LENGTHS, "seqlens_k")
+_kind(COUNT, "num_q_tokens_per_head_k h_k h_q topk")
+_kind((), "max_seqlen_qo max_seqlen_kv")
 _kind(REFUSED_WORD, "return_lse_base")
 
 # Arguments that have another kind in one step than elsewhere.
@@ -200,6 +206,8 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("flash_mla_with_kvcache", "num_splits"): REFUSED,
     ("flash_mla_sparse_fwd", "indices"): LISTS,
     ("flash_mla_with_kvcache", "topk_length"): REFUSED,
+    ("flash_mla_with_kvcache", "kv_format"): REFUSED_WORD,
+    ("get_mla_decoding_metadata", "is_fp8_kvcache"): FLAG,
     **{
         (f"{step}_with_kv_cache{rows}", name): ()
         for step in ("trtllm_batch_decode", "trtllm_batch_context", "xqa_batch_decode")
@@ -221,6 +229,8 @@ OTHER_WORDS = {
     "cum_seq_lens_q": "qo_indptr|rows",
     "cu_seqlens_q": "rows",
     "cu_seqlens_k": "cu_seqlens_q|tokens",
+    "cu_seqlens_qo": "rows",
+    "cu_seqlens_kv": "cu_seqlens_k|tokens",
     "bmm1_scale": "sm_scale|q_scale",
     "bmm2_scale": "v_scale",
     "query": "q|q_data_type",

@@ -39,6 +39,7 @@ EXPECTED: list[tuple[str, str, str]] = [
     ("RequestTable.write.*.range-2^30", "clean", ""),  # a slot of a larger pool
     # Arguments that are accepted and not used, and last entries of tables that are not in use.
     ("flash_attn_varlen_func.*.max_seqlen_[qk].none", "clean", ""),
+    ("expanded_prompts.*.max_seqlen_*.none", "clean", ""),
     ("trtllm_batch_*.max_*.none", "clean", ""),
     ("xqa_batch_*.max_*.none", "clean", ""),
     ("*_mla.*.qk_nope_head_dim.none", "clean", ""),
@@ -50,6 +51,8 @@ EXPECTED: list[tuple[str, str, str]] = [
     ("xqa_batch_*.block_tables.range-2^30", "clean", ""),
     ("flash_mla_*.block_table.range-2^30", "clean", ""),
     ("flash_mla_sparse_fwd*.indices.range-*", "clean", ""),  # numbers outside of the cache are none
+    ("get_mla_decoding_metadata.*.seqlens_k.range-*", "clean", ""),  # not read
+    ("get_mla_decoding_metadata.*.seqlens_k.shape-*", "any", ""),  # any batch
     # Arithmetic on tensors, from which plans are made: what they hold is judged there.
     ("ContextLayout*.storage-gone", "error", ""),
     ("ContextLayout*", "any", ""),

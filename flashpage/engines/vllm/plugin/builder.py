@@ -43,6 +43,8 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         streams = PlanStreams.of(vllm_config, device)
         self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config), flags, streams, images)
         self._planner.prebuild()
+        for impl in self._impls:
+            impl.has_plans = True
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:

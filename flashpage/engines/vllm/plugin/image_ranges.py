@@ -58,7 +58,7 @@ class ImageRanges:
             return None
         requests, first = common.num_reqs, min(span.request for span in spans)
         rows = int(common.query_start_loc_cpu[requests])
-        last = torch.full((rows,), -1, dtype=torch.int32, pin_memory=self._last.is_cuda)
+        last = torch.full((rows,), -1, dtype=torch.int32, device="cpu", pin_memory=self._last.is_cuda)
         for span in spans:
             last[span.begin : span.end].clamp_(min=span.last)
         self._last[:rows].copy_(last, non_blocking=True)
@@ -70,11 +70,12 @@ class ImageRanges:
 
 def _spans(common: Any, lens: torch.Tensor) -> list[_Span]:
     """The rows of a step that see later tokens."""
-    found, starts = [], common.query_start_loc_cpu
-    for request, ranges in common.mm_req_doc_ranges.items():
-        begin, end = int(starts[request]), int(starts[request + 1])
-        if not ranges or end - begin <= 1:
+    found, starts = [], common.query_start_loc_cpu[: common.num_reqs + 1]
+    for request in (starts.diff() > 1).nonzero().flatten().tolist():  # decodes, which are most, see nothing new
+        ranges = common.mm_req_doc_ranges.get(request)
+        if not ranges:
             continue
+        begin, end = int(starts[request]), int(starts[request + 1])
         row_of_zero = end - int(lens[request])
         for first, last in ranges:
             span = _Span(request, max(begin, first + row_of_zero), min(end - 1, last + row_of_zero), int(last))
@@ -95,15 +96,16 @@ def ranges_of(config: Any, layers: Sequence[Any], sizes: GroupSizes, device: tor
     text = config.model_config.hf_text_config
     longest = getattr(text, "sliding_window", None)  # vLLM drops longer ranges
     cuts = [getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers]
-    if getattr(text, "use_bidirectional_attention", None) == "vision":  # Gemma 4: layers that cut ranges see them
-        if any(cuts) != all(cuts):
+    windows = [layer.impl.options.values[True].window_left + 1 for layer in layers]  # 0: all tokens
+    # Gemma 4: layers that cut ranges see them, and next to them those of a drafter, which has no word for it.
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        if any(cuts) and not all(windows):
             raise NotImplementedError(
                 "flashpage: layers that see images in both directions and others share a KV cache group. "
                 "Leave out --disable-hybrid-kv-cache-manager, or choose another attention backend."
             )
-        return ImageRanges(sizes, device) if all(cuts) else None
-    for layer, is_cut in zip(layers, cuts, strict=True):
-        window = layer.impl.options.values[True].window_left + 1  # 0: all tokens
+        return ImageRanges(sizes, device) if any(cuts) else None
+    for window, is_cut in zip(windows, cuts, strict=True):
         if window and not is_cut and (longest is None or longest > window):
             raise NotImplementedError(
                 f"flashpage: images of up to {longest or 'any number of'} tokens, whose tokens see each other, do not "

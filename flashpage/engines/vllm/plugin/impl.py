@@ -25,6 +25,7 @@ class FlashpageImpl(AttentionImpl):
     lse_base_on_e = False
     supports_dcp = True
     supports_mtp_with_cp_non_trivial_interleave_size = True
+    has_plans = False  # whether a builder has made plans for the layer's options, which then stay as they are
 
     def __init__(
         self,
@@ -93,8 +94,8 @@ class FlashpageImpl(AttentionImpl):
         """
         if output_block_scale is not None:
             raise NotImplementedError("flashpage writes no outputs with scales of blocks for vLLM.")
-        if attn_metadata is None:  # a run by which vLLM measures memory, before it makes builders
-            if output_scale is not None and self._writes_e4m3:
+        if attn_metadata is None:  # a run by which vLLM measures memory, before it makes builders, or warms up
+            if output_scale is not None and self._writes_e4m3 and not self.has_plans:
                 self.options = self.options.with_outputs(output.dtype)
             return output.fill_(0)
         scales = (None, layer._k_scale_float, layer._v_scale_float) if self._is_fp8 else NO_SCALES

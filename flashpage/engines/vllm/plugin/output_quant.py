@@ -4,7 +4,8 @@ fp8, so that rows leave in half the bytes and no kernel reads them in between. I
     -cc '{"pass_config": {"fuse_attn_quant": true}}'
 
 A pass may change one layer and not the next. A layer learns that it is changed in the run by which vLLM measures
-memory, before builders make plans for it, also where vLLM finds the changed graph in its cache and runs no pass.
+memory, before builders make plans for it, also where vLLM finds the changed graph in its cache and runs no pass. One
+that learns it later (workers of elastic expert parallelism measure nothing) keeps its plans, and quantizes after them.
 """
 
 from __future__ import annotations

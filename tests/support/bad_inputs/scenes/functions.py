@@ -138,11 +138,20 @@ def _calls() -> list[Scene]:
         given = {"q": make.data(2, 16, 576), "kv": make.data(40, 1, 576), "sm_scale": 0.1}
         return given | {"indices": make.ints(5, 2, 7, 0, 1, 39).view(2, 1, 3)}
 
+    def metadata(make: Make) -> Arguments:
+        return {"seqlens_k": make.ints(19, 16), "num_q_tokens_per_head_k": 16, "h_k": 1}
+
+    def expanded(make: Make) -> Arguments:
+        ends = {"cu_seqlens_qo": make.ints(0, 2, 5), "cu_seqlens_kv": make.ints(0, 20, 30)}
+        return ragged_run(make) | ends | {"max_seqlen_qo": 3, "max_seqlen_kv": 20}
+
     found = [
         function("decode:trtllm_batch_decode_with_kv_cache_mla", latent, latent_lse),
         function("mla:xqa_batch_decode_with_kv_cache_mla", latent, latent_extras),
         function("flash_mla:flash_mla_with_kvcache", flash_mla),
         function("flash_mla:flash_mla_sparse_fwd", sparse, lambda make: {"topk_length": make.ints(3, 3)}),
+        function("flash_mla:get_mla_decoding_metadata", metadata, lambda make: {"h_q": 16, "topk": 64}),
+        dataclasses.replace(function("flash_mla:flash_attn_varlen_func", expanded), name="expanded_prompts"),
         function("decode:trtllm_batch_decode_with_kv_cache", decode, extras(2)),
         function("prefill:trtllm_batch_context_with_kv_cache", lambda make: context(make) | layout(make), extras(5)),
         function("flash_attn:flash_attn_varlen_func", varlen, slopes),

@@ -145,11 +145,13 @@ def _selected() -> Scene:
         return rows | {
             "ckv_cache": make.data(PAGES, PAGE, 512).to(e4m3),
             "kpe_cache": make.data(PAGES, PAGE, 64).to(e4m3),
+            "ckv_scale_arr": make.ones(PAGES, PAGE, 4),
+            "kpe_scale": 1.0,
         }
 
     def extras(make: Make) -> Arguments:
-        scales = {"ckv_scale_arr": make.ones(PAGES, PAGE, 4), "kpe_scale": 0.5, "sinks": make.floats(16)}
-        return scales | {"out": make.empty(2, 16, 512), "indices": make.ints(*range(9, -1, -1)).reshape(2, 5)}
+        lists = {"indices": make.ints(*range(9, -1, -1)).reshape(2, 5), "sinks": make.floats(16)}
+        return lists | {"out": make.empty(2, 16, 512)}
 
     made = Step("flashpage.mla:BatchMLASparseAttentionWrapper", workspace)
     planned = Step(".plan", plan, lambda make: {"topk_length": torch.tensor([5, 5])})

@@ -1,0 +1,142 @@
+"""FlashMLA's metadata of a step: what all calls pass that may share a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from ...base import checks
+from ...base.errors import CapabilityError, RunError
+
+_STEP = "flashpage_step"  # the attribute of get_mla_decoding_metadata's tensors; its value names their step
+_COLUMNS = 8  # of FlashMLA's tile_scheduler_metadata
+
+
+@dataclasses.dataclass
+class FlashMLASchedMeta:
+    """The plan of the calls that pass it, which must have equal shapes and equal values of cache_seqlens."""
+
+    @dataclasses.dataclass
+    class Config:
+        """Shapes and options of the first call."""
+
+        b: int
+        s_q: int
+        h_q: int
+        page_block_size: int
+        h_k: int
+        causal: bool
+        is_fp8_kvcache: bool
+        topk: int | None = None
+        extra_page_block_size: int | None = None
+        extra_topk: int | None = None
+        enable_batch_invariant: bool = False
+
+    have_initialized: bool = False
+    config: Config | None = None
+    tile_scheduler_metadata: torch.Tensor | None = None  # get_mla_decoding_metadata's, or None; no call writes it
+    num_splits: torch.Tensor | None = None  # as tile_scheduler_metadata
+    step: object = dataclasses.field(default_factory=object, repr=False, compare=False)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls that may share a plan."""
+        step: object = getattr(self.tile_scheduler_metadata, _STEP, self.step)
+        return step
+
+    def first_used(self, config: Config) -> None:
+        """Keeps the shapes and options of the first call that ran; a refused call leaves none."""
+        if self.config is None:
+            self.config, self.have_initialized = config, True
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """Makes the `tile_scheduler_metadata` and `num_splits` that all calls of one step pass.
+
+    Args:
+        args, kwargs: accepted and not used, as in FlashMLA.
+    """
+    return FlashMLASchedMeta(), None
+
+
+def get_mla_decoding_metadata(
+    seqlens_k: torch.Tensor,
+    num_q_tokens_per_head_k: int,
+    h_k: int,
+    h_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    use_legacy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Marks a new step of a FlashMLASchedMeta that is kept: assign the result to its tile_scheduler_metadata and
+    num_splits. The plan is made by the first call that passes them, so that the tensors hold zeros.
+
+    Args:
+        seqlens_k: [batch] int32, tokens of each request; not read.
+        num_q_tokens_per_head_k: rows of q for each KV head, at least 1.
+        h_k: KV heads, 1.
+        h_q: query heads.
+        is_fp8_kvcache, topk, use_legacy: accepted and not used, as every call says them itself.
+
+    Returns:
+        int32 [1, 8] and [batch + 1], on the device of seqlens_k.
+    """
+    lengths = checks.tensor(seqlens_k, "seqlens_k", RunError)
+    if lengths.dim() != 1 or lengths.dtype != torch.int32:
+        raise RunError(f"seqlens_k has shape {tuple(lengths.shape)} and dtype {lengths.dtype}: pass int32 [batch].")
+    checks.whole("num_q_tokens_per_head_k", num_q_tokens_per_head_k, 1, error=RunError)
+    if checks.whole("h_k", h_k, 1, error=RunError) != 1:
+        raise CapabilityError(f"h_k={h_k} is not supported: latent rows have one head, pass 1.")
+    for name, value in (("h_q", h_q), ("topk", topk)):
+        if value is not None:
+            checks.whole(name, value, 1, error=RunError)
+    checks.flag("is_fp8_kvcache", is_fp8_kvcache, RunError)
+    checks.flag("use_legacy", use_legacy, RunError)
+    step = object()
+    shapes = (1, _COLUMNS), (len(lengths) + 1,)
+    found = [torch.zeros(shape, dtype=torch.int32, device=lengths.device) for shape in shapes]
+    for tensor in found:
+        setattr(tensor, _STEP, step)
+    return found[0], found[1]
+
+
+def take(meta: Any, num_splits: Any, config: FlashMLASchedMeta.Config) -> None:
+    """Checks the metadata: all calls that pass it have the shapes and options of the first."""
+    if not isinstance(meta, FlashMLASchedMeta):
+        raise RunError(f"tile_scheduler_metadata={checks.shown(meta)}: pass the first result of get_mla_metadata().")
+    if num_splits is not None:
+        raise RunError(
+            f"num_splits is {checks.shown(num_splits)}: leave it None, as the plan says where requests are cut."
+        )
+    _check_assigned(meta, config.b)
+    if meta.config is not None and meta.config != config:
+        differ = (f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(meta.config, f.name))
+        name = next(differ)
+        raise RunError(
+            f"tile_scheduler_metadata was first used with {name}={getattr(meta.config, name)}, now {name} is "
+            f"{getattr(config, name)}: call get_mla_metadata() for each step."
+        )
+
+
+def _check_assigned(meta: FlashMLASchedMeta, batch: int) -> None:
+    """Refuses tensors of another scheduler, as they would not decide where requests are cut."""
+    for name, value in (("tile_scheduler_metadata", meta.tile_scheduler_metadata), ("num_splits", meta.num_splits)):
+        if value is not None and not hasattr(value, _STEP):
+            raise RunError(
+                f"{name} of the metadata was written: assign get_mla_decoding_metadata's result itself, or leave it "
+                "None, as flashpage has plans of its own; enable_batch_invariant=True cuts no request."
+            )
+    splits = meta.num_splits
+    if getattr(meta.tile_scheduler_metadata, _STEP, None) is not getattr(splits, _STEP, None):
+        raise RunError(
+            "tile_scheduler_metadata and num_splits of the metadata are of two calls: assign both of one "
+            "get_mla_decoding_metadata()."
+        )
+    if splits is not None and len(splits) != batch + 1:
+        raise RunError(
+            f"num_splits of the metadata is for {len(splits) - 1} requests but q has {batch}: call "
+            "get_mla_decoding_metadata() with this step's lengths."
+        )
