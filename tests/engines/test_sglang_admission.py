@@ -83,7 +83,7 @@ def test_a_check_sees_a_name_that_it_admits(sglang: Callable[..., dict[str, Any]
         ("GptOssForCausalLM", "triton"),
         ("Gemma4ForConditionalGeneration", "triton"),
         ("Exaone4ForCausalLM", "triton"),
-        ("Llama4ForCausalLM", "flashpage"),  # attention in chunks
+        ("Llama4ForConditionalGeneration", "triton"),
         ("NemotronHForCausalLM", "flashpage"),  # may not have triton
     ],
 )
@@ -99,8 +99,8 @@ def test_versions_without_a_check_get_a_line_in_the_log(
         assert admission.hooks() == {}
         assert sglang(f"{SPECULATIVE}._handle_ngram").keys() == {"resolved_view", "_handle_ngram"}
     first, second = (record.getMessage() for record in caplog.records)
-    assert "gpt-oss, EXAONE 4 and Gemma 4; drafts of trees" in first and "n-gram" in first
-    assert "gpt-oss, EXAONE 4 and Gemma 4; drafts of trees" in second and "n-gram" not in second
+    assert "gpt-oss, EXAONE 4, Gemma 4 and Llama 4; drafts of trees" in first and "n-gram" in first
+    assert "gpt-oss, EXAONE 4, Gemma 4 and Llama 4; drafts of trees" in second and "n-gram" not in second
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import fake_sglang
 import pytest
 import torch
 from fake_sglang import ForwardMode
@@ -16,7 +15,7 @@ from sglang_requests import close
 from sglang_step import Form, Scene
 
 from flashpage.engines.plugin.group_plans import Use
-from flashpage.engines.sglang import hooks, support
+from flashpage.engines.sglang import hooks
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -28,6 +27,7 @@ STEPS = {
     ForwardMode.MIXED: MIXED,
     ForwardMode.TARGET_VERIFY: GUESSES,
     ForwardMode.DRAFT_EXTEND_V2: GUESSES,
+    ForwardMode.DLLM_EXTEND: GUESSES,
 }
 FORMS = {
     "usual": Form(),
@@ -36,6 +36,8 @@ FORMS = {
     "window": Form(window=20, soft_cap=2.0),
     "window in its own pool": Form(window=20, window_pool=True),
     "window in its own pool, pages of 8": Form(window=20, window_pool=True, page=8),
+    "chunks": Form(chunk=24),
+    "chunks in the pool of windows, pages of 16": Form(chunk=24, window_pool=True, page=16),
     "sinks and e4m3": Form(sinks=True, kv_type=torch.float8_e4m3fn),
     "after an encoder": Form(encoder=True),
     "after an encoder, pages of 16": Form(encoder=True, page=16),
@@ -83,16 +85,17 @@ def uses(backend: Any) -> set[Use]:
         (ForwardMode.EXTEND, Use.ROWS, None),
         (ForwardMode.TARGET_VERIFY, Use.ROWS, Use.ROWS_IN_GRAPH),
         (ForwardMode.DRAFT_EXTEND_V2, Use.ROWS, Use.ROWS_IN_GRAPH),
+        (ForwardMode.DLLM_EXTEND, Use.ROWS, Use.ROWS_IN_GRAPH),
     ],
 )
 def test_plans_of_each_mode(mode: ForwardMode, eager: Use, in_graph: Use | None) -> None:
-    """Prompts are planned on the host, and all else where the lengths are."""
+    """Prompts and blocks are planned on the host, and all else where the lengths are."""
     scene = Scene(Form(), *STEPS.get(mode, MIXED), "cpu")
     backend, batch = scene.backend(), scene.batch(mode)
     backend.init_forward_metadata(batch)
     assert uses(backend) == {eager}
     (attention,) = next(iter(backend._planners.values()))._eager.of(eager).values()
-    assert (attention.session.batch.tables is None) == (mode is ForwardMode.EXTEND)
+    assert (attention.session.batch.tables is None) == (mode in (ForwardMode.EXTEND, ForwardMode.DLLM_EXTEND))
     if in_graph is not None:
         captured(backend, batch)
         assert uses(backend) == {eager, in_graph}
@@ -245,64 +248,6 @@ def test_slots_of_windows_are_those_of_the_step(device: str) -> None:
         keys = torch.cat([kv[0, -1:] for kv in scene.kv])
         places = scene.pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
         assert torch.equal(scene.pool.kv[1][0][places], keys)
-
-
-# ---------------------------------------------------------------- answers at configuration
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"model_config": {"attention_chunk_size": 8192}}, "attention in chunks"),
-        ({"model_config": {"head_dim": 100}}, "no kernel"),
-    ],
-)
-def test_models_that_cannot_be_served(changes: dict[str, Any], reason: str) -> None:
-    runner = Scene(Form(), *DECODE, "cpu").runner()
-    for name, value in changes.items():
-        if isinstance(value, dict):
-            vars(getattr(runner, name)).update(value)
-        else:
-            setattr(runner, name, value)
-    with pytest.raises(ValueError, match=reason):
-        support.check_runner(runner)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("v_head_dim", 32), ("pos_encoding_mode", "ALIBI"), ("logit_capping_method", "rpn"), ("xai_temperature_len", 4)],
-)
-def test_layers_that_cannot_be_served(name: str, value: Any) -> None:
-    scene = Scene(Form(), *DECODE, "cpu")
-    setattr(scene.layer, name, value)
-    with pytest.raises(ValueError, match=f"layer 0 has {name}="):
-        scene.backend()
-
-
-def test_arguments_that_cannot_be_served() -> None:
-    for name in ("attention_backend", "prefill_attention_backend", "speculative_draft_attention_backend"):
-        only = {"attention_backend": "fa3", name: "flashpage"}
-        with pytest.raises(ValueError, match="--kv-cache-dtype fp4_e2m1"):
-            support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", **only))
-    with pytest.raises(ValueError, match="--dcp-size 2"):
-        support.check_arguments(fake_sglang.server_args(dcp_size=2))
-    config = SimpleNamespace(
-        attention_arch=SimpleNamespace(name="MLA"),
-        hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"]),
-        hf_text_config=SimpleNamespace(index_topk=8),
-    )
-    sparse = {"get_model_config": lambda: config}
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        with pytest.raises(ValueError, match="DeepSeek sparse attention"):
-            support.check_arguments(fake_sglang.server_args(**{"attention_backend": "fa3", name: "flashpage"} | sparse))
-    with pytest.raises(ValueError, match="DeepSeek sparse attention"):  # newer versions have no method for it
-        support.check_arguments(fake_sglang.server_args(model_config=config))
-    draft = {"speculative_draft_attention_backend": "flashpage"}  # another model, which its runner checks
-    support.check_arguments(fake_sglang.server_args(attention_backend="fa3", **draft | sparse))
-    support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", attention_backend="fa3", **sparse))
-    usual = Scene(Form(), *DECODE, "cpu").runner().model_config
-    given = {"kv_cache_dtype": "fp8_e5m2", "page_size": 16, "get_model_config": lambda: usual}
-    support.check_arguments(fake_sglang.server_args(**given))
 
 
 # ---------------------------------------------------------------- hooks and entry point

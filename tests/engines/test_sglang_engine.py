@@ -55,6 +55,17 @@ ENCODERS: dict[str, Any] = {
     "mem_fraction_static": 0.5,
 }
 
+# A diffusion model, whose steps are blocks. Pages are blocks as well, unless there is no radix cache; SGLang allocates
+# pages of several tokens by Triton.
+DIFFUSION: dict[str, Any] = {
+    "dllm_algorithm": "LowConfidence",
+    "enable_mixed_chunk": False,
+    "chunked_prefill_size": -1,
+    "disable_radix_cache": True,
+    "mem_fraction_static": 0.5,
+    "prompts": tiny_model.prompts()[:4],
+}
+
 # SGLang replaces what a Whisper's transcript begins with: tokens of a language and a task follow the first one.
 TRANSCRIPT = list(range(encoder_models.BEGIN, encoder_models.BEGIN + 4))
 
@@ -102,9 +113,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     found = {name: tiny_model.write(folder / name.replace(" ", "-"), name) for name in ("llama", "head_dim 80")}
     for module in (tiny_model, encoder_models):
-        for name in ("gemma2", "deepseek", "gpt_oss", "exaone4", "gemma4", "bert", "whisper"):
+        for name in ("gemma2", "deepseek", "gpt_oss", "exaone4", "gemma4", "llama4", "sdar", "bert", "whisper"):
             if (write := getattr(module, f"write_{name}", None)) is not None:
                 found[name] = write(folder / name)
+    found["llama4, halves"] = found["llama4"] / "halves"
     file = found["gemma4"] / "config.json"  # SGLang reads the size of heads without a layer
     file.write_text(json.dumps(json.loads(file.read_text()) | {"allow_global_per_layer_attribute_access": True}))
     return found
@@ -123,6 +135,7 @@ def found(
     # SGLang reads another name of the activation; a soft cap of logits runs in Triton, and changes no greedy token.
     changes: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "final_logit_softcapping": None}
     own_pool = changes | {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]}
+    chunk_pool = {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 1, 1, 0]}
     alone = {"answer": "alone", "context_length": alone_or_together.TOKENS}
     deterministic = {"enable_deterministic_inference": True}
     params = [getattr(getattr(item, "callspec", None), "params", {}) for item in request.session.items]
@@ -136,7 +149,11 @@ def found(
         "gemma2, own pool": ("gemma2", ours | overriding(own_pool)),
         "gpt_oss": ("gpt_oss", ours),
         "exaone4": ("exaone4", ours),
+        "llama4": ("llama4, halves", ours),
+        "llama4, own pool": ("llama4, halves", ours | overriding(chunk_pool)),
         "gemma4": ("gemma4", ours | overriding(GEMMA4_OWN)),
+        "sdar, theirs": ("sdar", theirs | DIFFUSION),
+        "sdar": ("sdar", ours | DIFFUSION),
         "bert": ("bert", ours | ENCODERS | overriding(BERT_OWN) | {"answer": "embed", "is_embedding": True}),
         "whisper": ("whisper", ours | ENCODERS | {"answer": "transcribe", "prompts": [TRANSCRIPT[:1]] * 3}),
         "deterministic": ("llama", ours | alone | deterministic),
@@ -160,20 +177,36 @@ def overriding(fields: dict[str, Any]) -> dict[str, Any]:
 def test_tokens_equal_those_of_its_own_attention(models: dict[str, Path], found: dict[str, Any]) -> None:
     """Prefixes shared through the radix cache, prompts in chunks next to decodes; a Llama against SGLang's attention in
     torch, and others against transformers. Gemma2 has soft caps, and windows in every second layer, whose tokens have
-    the slots of all layers or their own; DeepSeek-V3 has latent rows. gpt-oss (with sinks), EXAONE 4 and Gemma 4 have
-    windows too, and SGLang would not start them without our hooks."""
-    pools = {"llama, theirs": "", "gemma2, own pool": "SWAKVPool", "gpt_oss": "SWAKVPool", "gemma4": "SWAKVPool"}
+    the slots of all layers or their own; DeepSeek-V3 has latent rows. Llama 4 has chunks in place of windows. gpt-oss
+    (with sinks), EXAONE 4 and Gemma 4 have windows too, and SGLang would not start them without our hooks."""
+    pools = {
+        "llama, theirs": "",
+        "sdar, theirs": "",
+        "gemma2, own pool": "SWAKVPool",
+        "gpt_oss": "SWAKVPool",
+        "gemma4": "SWAKVPool",
+    }
+    pools |= {"llama4, own pool": "SWAKVPool"}
     pools |= {"deepseek": "MLATokenToKVPool", "deterministic deepseek": "MLATokenToKVPool"}
     for name, each in found.items():
         assert each["pool"] == pools.get(name, "MHATokenToKVPool"), name
     assert found["llama"]["tokens"] == found["llama, theirs"]["tokens"]
-    for name in ("head_dim 80", "gemma2", "gpt_oss", "exaone4", "gemma4", "deepseek"):
+    for name in ("head_dim 80", "gemma2", "gpt_oss", "exaone4", "gemma4", "llama4", "deepseek"):
         reference = tiny_model.expected_tokens(models[name], NEW_TOKENS)
         assert found[name]["tokens"] == reference, name
         if name == "gemma2":
             assert found["gemma2, own pool"]["tokens"] == reference
+        if name == "llama4":
+            assert found["llama4, own pool"]["tokens"] == reference
         if name == "deepseek":
             assert found["deterministic deepseek"]["tokens"] == reference
+
+
+def test_a_diffusion_model(found: dict[str, Any]) -> None:
+    """An SDAR, whose rows see all of their own block."""
+    assert found["sdar"]["tokens"] == found["sdar, theirs"]["tokens"]
+    assert "DLLM_EXTEND" in found["sdar"]["steps"]
+    assert len({tuple(tokens) for tokens in found["sdar"]["tokens"]}) == 4
 
 
 def test_an_encoder(models: dict[str, Path], found: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ class ForwardMode(enum.Enum):
     IDLE = "idle"
     TARGET_VERIFY = "target verify"
     DRAFT_EXTEND_V2 = "draft extend"
+    DLLM_EXTEND = "blocks of a diffusion model"
 
     def is_idle(self) -> bool:
         return self is ForwardMode.IDLE
@@ -65,7 +66,7 @@ class RadixAttention(torch.nn.Module):
         self.logit_cap, self.sliding_window_size, self.is_cross_attention = 0.0, -1, False
         self.k_scale = self.v_scale = self.k_scale_float = self.v_scale_float = None
         self.attn_type, self.pos_encoding_mode, self.logit_capping_method = AttentionType.DECODER, "NONE", "tanh"
-        self.xai_temperature_len = -1
+        self.xai_temperature_len, self.use_irope = -1, False
         for name, value in changes.items():
             assert hasattr(self, name), name
             setattr(self, name, value)

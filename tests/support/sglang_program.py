@@ -108,6 +108,29 @@ def check_hooks(llama: str, deepseek: str) -> None:
     arguments.device = "cuda"  # n-gram drafts need a card
     speculative_hook._handle_ngram(arguments)
     refused(lambda: speculative_hook._handle_ngram.__wrapped__(arguments), "with page_size(16) > 1")
+    check_replacements(arguments)
+
+
+def check_replacements(arguments: Any) -> None:
+    """Where SGLang puts another backend in the place of ours."""
+    from sglang.srt.arg_groups import overrides, speculative_hook
+
+    resolve = speculative_hook._resolve_dflash_draft_attention_backend
+    resolve(arguments)
+    assert overrides.resolved_view(arguments).speculative_draft_attention_backend == "flashpage"
+    if not hasattr(speculative_hook, "DRAFT_ATTENTION_BACKEND_CHOICES"):  # which has our name
+        resolve.__wrapped__(arguments)
+        assert arguments.speculative_draft_attention_backend == "flashinfer"
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"))
+    view = SimpleNamespace(
+        dllm_algorithm="LowConfidence",
+        attention_backend="flashpage",
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        cuda_graph_config=graphs,
+    )
+    assert overrides._dllm_attention_backend(view) == {}
+    assert overrides._dllm_attention_backend.__wrapped__(view) == {"attention_backend": "flashinfer"}
 
 
 def refused(call: Callable[[], object], reason: str) -> None:
@@ -163,6 +186,13 @@ def note_pools_and_steps(path: Path) -> None:
 
     FlashpageBackend.__init__ = make_and_note
     FlashpageBackend.init_forward_metadata = plan_and_note
+
+
+def rotate_llama4() -> None:
+    """SGLang's Llama 4 takes rotated rows from where kernels for cards write them, and elsewhere from the result."""
+    from sglang.srt.models import llama4
+
+    llama4._is_npu = True
 
 
 def hear_sounds() -> None:
@@ -224,6 +254,7 @@ def main(job_path: str, out_path: str) -> None:
     check_answers(job["engines"][0]["model_path"])
     check_hooks(job["engines"][0]["model_path"], job["engines"][-1]["model_path"])
     hear_sounds()
+    rotate_llama4()
     out = []
     for options in job["engines"]:
         how, prompts = options.pop("answer", "generate"), options.pop("prompts", job["prompts"])

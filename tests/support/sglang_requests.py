@@ -35,7 +35,7 @@ class Requests:
         new, lens = self.q_lens, self.kv_lens
         before = [n - m for m, n in zip(new, lens, strict=True)]
         slots = [self.slots_of(i, n - m, n) for i, (m, n) in enumerate(zip(new, lens, strict=True))]
-        is_extend = mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        is_extend = mode in (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DLLM_EXTEND)
         found = {
             "forward_mode": mode,
             "batch_size": len(lens),

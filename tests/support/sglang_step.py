@@ -22,6 +22,7 @@ class Form:
     dtype: torch.dtype = torch.bfloat16
     kv_type: torch.dtype | None = None  # None: dtype
     window: int | None = None  # tokens, the row's own included
+    chunk: int | None = None  # tokens: rows see only those of their own chunk
     window_pool: bool = False  # the layer's tokens have slots of their own
     soft_cap: float = 0.0
     sinks: bool = False
@@ -52,6 +53,7 @@ class Scene(Requests):
             logit_cap=form.soft_cap,
             sliding_window_size=-1 if form.window is None else form.window - 1,
             is_cross_attention=form.is_cross,
+            use_irope=form.chunk is not None,
             attn_type=fake_sglang.AttentionType["ENCODER_ONLY" if form.is_encoder_only else "DECODER"],
             **scales,
         )
@@ -106,8 +108,8 @@ class Scene(Requests):
                 context_len=CONTEXT,
                 head_dim=form.heads[2],
                 is_encoder_decoder=form.encoder,
-                attention_chunk_size=None,
-                hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+                attention_chunk_size=form.chunk,
+                hf_config=SimpleNamespace(architectures=["Llama4ForCausalLM" if form.chunk else "LlamaForCausalLM"]),
                 attention_arch=SimpleNamespace(name="MHA"),
             ),
             req_to_token_pool=SimpleNamespace(req_to_token=self.slots.to(self.device)),
@@ -151,6 +153,7 @@ class Scene(Requests):
             layer.scaling,
             causal=not (form.is_cross or form.is_encoder_only),
             window_left=layer.sliding_window_size,
+            chunk=form.chunk or 0,
             soft_cap=layer.logit_cap,
             sinks=None if self.sinks is None else self.sinks.cpu().float(),
             k_scale=layer.k_scale or 1.0,

@@ -199,6 +199,50 @@ def write_exaone4(folder: Path) -> Path:
     return folder
 
 
+def write_llama4(folder: Path) -> Path:
+    """Llama 4 without experts: three layers see chunks of 40 tokens, the fourth sees all and has no rotation. A folder
+    in it, `halves`, has the model for a rotation of a head's halves, not of neighbours: SGLang's alone."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        num_hidden_layers=4,
+        attention_chunk_size=40,
+        interleave_moe_layer_step=100,
+        intermediate_size_mlp=512,
+        attn_temperature_tuning=False,
+        use_qk_norm=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        tie_word_embeddings=False,
+        **{name: value for name, value in _WINDOWED.items() if name != "sliding_window"},
+    )
+    model = Llama4ForCausalLM(config)
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                pairs = projection.weight.view(-1, config.head_dim // 2, 2, config.hidden_size)
+                projection.weight.copy_(pairs.transpose(1, 2).reshape(projection.weight.shape))
+    model.save_pretrained(folder / "halves")
+    return folder
+
+
+def write_sdar(folder: Path) -> Path:
+    """SDAR, a diffusion model of blocks of four tokens, which has the weights of a Qwen 3. SGLang knows the number of
+    its mask's token, and transformers no such model."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    own = {"vocab_size": 151680, "hidden_size": 32, "initializer_range": 0.3, "num_hidden_layers": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    kept = {name: value for name, value in _WINDOWED.items() if name != "sliding_window"}
+    config = Qwen3Config(**kept | own, rope_parameters=rope, tie_word_embeddings=False)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["SDARForCausalLM"]}))
+    return folder
+
+
 def write_gemma4(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Gemma 4 with wider heads in layers without a window; the last two layers read the K and V of earlier ones."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig

@@ -56,7 +56,7 @@ class Use(enum.Enum):
     SUFFIX = "any rows after these tokens"
     RAGGED = "rows over the K and V of the same step"
     OWN_IN_GRAPH = "few rows a request over the K and V of the same step, captured"
-    MASKED = "any rows under a mask: ancestors in a tree, images, or causal requests next to others"
+    MASKED = "any rows under a mask: ancestors in a tree, chunks, images, or causal requests next to others"
     MASKED_IN_GRAPH = "any rows under such a mask, captured"
 
     @property
@@ -221,8 +221,10 @@ class GroupPlans:
             "q_data_type": sizes.q_dtype,
             "kv_data_type": sizes.q_dtype if use.is_own else sizes.kv_dtype,
             "o_data_type": kind.out_dtype,
-            "own": {"variant": self._mask if use.is_masked else variant_of(kind, self.device)},
+            "own": {"variant": variant_of(kind, self.device), "chunk": kind.chunk},
         }
+        if use.is_masked:  # which hides the tokens of other chunks too
+            shared["own"] = {"variant": self._mask}
         page_size = 0 if use is Use.RAGGED else 1 if use.is_own else sizes.page_size
         if sizes.split_tokens:
             shared["fixed_split_size"] = max(1, sizes.split_tokens // max(1, page_size))

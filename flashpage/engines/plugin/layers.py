@@ -21,6 +21,7 @@ class LayerKind(NamedTuple):
     head_dim: int
     slopes: tuple[float, ...] | None = None  # ALiBi's, of this rank's heads
     window_both: int = -1  # encoders: tokens visible to either side; -1: all
+    chunk: int = 0  # causal rows see only tokens of their own chunk of so many; 0: no chunks
     out_dtype: torch.dtype | None = None  # e4m3: outputs have a scale, which a run gives; None: the queries' type
 
 
@@ -30,6 +31,7 @@ class LayerOptions:
     Args:
         slopes: ALiBi's, of this rank's heads.
         window: tokens that a row sees, itself included; None: all.
+        chunk: tokens of the chunks, of whose own a row sees no others; None: no chunks.
         is_encoder: rows see both sides, and K and V are in no cache.
     """
 
@@ -40,12 +42,13 @@ class LayerOptions:
         *,
         slopes: Sequence[float] | None = None,
         window: int | None = None,
+        chunk: int | None = None,
         soft_cap: float | None = None,
         is_encoder: bool = False,
     ) -> None:
         window_left = check_window(-1 if window is None else window - 1)
         slope_tuple = None if slopes is None else tuple(float(slope) for slope in slopes)
-        self.kind = LayerKind(*heads, slope_tuple, window_left if is_encoder else -1)
+        self.kind = LayerKind(*heads, slope_tuple, window_left if is_encoder else -1, chunk or 0)
         self.is_encoder = is_encoder
         if is_encoder:
             window_left = -1  # the kind's variant masks both sides
@@ -67,6 +70,13 @@ class LayerOptions:
         found = copy.copy(self)
         found.kind = self.kind._replace(**changes)
         return found
+
+
+@functools.lru_cache(maxsize=64)
+def chunk_variant(chunk: int) -> Variant:
+    """Hides the tokens of other chunks, for plans that the device makes of several rows a request: it does not cut
+    their rows into those of each chunk, as the host does. Equal chunks get one object."""
+    return Variant(mask="kv_idx >= q_idx - q_idx % chunk", scalars={"chunk": chunk})
 
 
 @functools.lru_cache(maxsize=64)

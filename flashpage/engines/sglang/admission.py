@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from .name import NAME, NAMING_FIELDS
+from .name import CHUNKED, NAME, NAMING_FIELDS
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Check(NamedTuple):
 _VIEW = "sglang.srt.arg_groups.overrides.resolved_view"
 _CHECKS = (
     Check(
-        "gpt-oss, EXAONE 4 and Gemma 4",
+        "gpt-oss, EXAONE 4, Gemma 4 and Llama 4",
         (
             "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
             "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
@@ -39,6 +39,7 @@ _CHECKS = (
         (
             *("GptOssForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM"),
             *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+            *CHUNKED,
         ),
     ),
     Check(
@@ -65,17 +66,17 @@ _running: contextvars.ContextVar[Check | None] = contextvars.ContextVar("the che
 
 def hooks() -> dict[str, Callable[..., Any]]:
     """The hooks to put round functions of this version of SGLang, by the functions' names."""
-    if not _exists(_VIEW):
+    if not exists(_VIEW):
         _warn(_CHECKS)
         return {}
-    found = {name: functools.partial(_run, check) for check in _CHECKS for name in check.functions if _exists(name)}
+    found = {name: functools.partial(_run, check) for check in _CHECKS for name in check.functions if exists(name)}
     missing = [check for check in _CHECKS if not found.keys() & set(check.functions)]
     if missing:
         _warn(missing)
     return {_VIEW: _view, **found}
 
 
-def _exists(name: str) -> bool:
+def exists(name: str) -> bool:
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -105,7 +106,7 @@ def _view(original: Callable[[Any], Any], arguments: Any) -> Any:
     view, check = original(arguments), _running.get()
     if check is None or all(getattr(view, field) != NAME for field in NAMING_FIELDS):
         return view
-    return _Renamed(view, check.admitted) if _is_of(check, arguments) else view
+    return Renamed(view, check.admitted) if _is_of(check, arguments) else view
 
 
 def _is_of(check: Check, arguments: Any) -> bool:
@@ -114,7 +115,7 @@ def _is_of(check: Check, arguments: Any) -> bool:
     return not check.models or architecture_of(model_config_of(arguments)) in check.models
 
 
-class _Renamed:
+class Renamed:
     """A view in which our backend has another name."""
 
     def __init__(self, view: Any, admitted: str) -> None:

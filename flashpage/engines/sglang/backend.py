@@ -16,7 +16,7 @@ from ..plugin.group_plans import SPLIT_TOKENS, GroupSizes, Workspaces
 from ..plugin.layers import LayerOptions
 from ..plugin.parts import LayerTensors, Part
 from ..plugin.versions import warn_if_untested
-from .groups import Group, group_of, options_of
+from .groups import Group, chunk_of, group_of, options_of
 from .planner import NO_BRANCHES, Branches, GroupPlanner
 from .rows import StepRows, rows_of
 from .support import check_layer, check_runner
@@ -38,7 +38,8 @@ class FlashpageBackend(AttentionBackend):
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         slots = self.req_to_token_pool.req_to_token
         pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
-        self._window_pool, self._has_encoder = pool, runner.model_config.is_encoder_decoder
+        self._window_pool, self._config = pool, runner.model_config
+        self._has_encoder = self._config.is_encoder_decoder
         self._window_layers = set() if pool is None else {i for i, (_, is_swa) in pool.layers_mapping.items() if is_swa}
         # An encoder's tokens, and the guesses of a branch, end within a page where others begin: kernels read such
         # models' tokens by their slots, as pages of one token.
@@ -75,12 +76,14 @@ class FlashpageBackend(AttentionBackend):
     def _look_up(self, layer: Any) -> tuple[Group, LayerOptions]:
         found = self._known.get(id(layer))
         if found is None:
-            found = self._known[id(layer)] = layer, self._group_of(layer), options_of(layer)
+            group = self._group_of(layer)
+            found = self._known[id(layer)] = layer, group, options_of(layer, group.chunk)
         return found[1:]
 
     def _group_of(self, layer: Any) -> Group:
         check_layer(layer, layer.qk_head_dim)
-        return group_of(layer, self._window_layers, self._has_encoder, self._branches.width > 1)
+        group = group_of(layer, self._window_layers, self._has_encoder, self._branches.width > 1)
+        return group._replace(chunk=chunk_of(layer, self._config))
 
     def _add_planner(self, group: Group, layers: list[LayerOptions]) -> GroupPlanner:
         planner = GroupPlanner(group, layers, self._sizes, self._tables, self._workspaces, self._trees, self._branches)

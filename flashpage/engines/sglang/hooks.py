@@ -7,7 +7,7 @@ import inspect
 import sys
 from typing import Any
 
-from . import admission
+from . import admission, replacements
 from .name import NAME
 
 _EAGLE = "sglang.srt.speculative.eagle_worker_v2"
@@ -21,7 +21,7 @@ def register() -> None:
     factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     HookRegistry.register(factory, _create_draft_backend, HookType.AROUND)
     HookRegistry.register("sglang.srt.server_args.ServerArgs.check_server_args", _check_server_args, HookType.BEFORE)
-    for name, hook in admission.hooks().items():
+    for name, hook in (admission.hooks() | replacements.hooks()).items():
         HookRegistry.register(name, hook, HookType.AROUND)
 
 

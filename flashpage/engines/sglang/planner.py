@@ -6,6 +6,7 @@ Which plans a step gets:
   none to the host and a captured step plans itself at every replay;
 - prompts, chunks of prompts and decodes among them, whose lengths the host knows: one plan on the host, in which
   requests of few rows and of many run at the same time (plan/mixed_batch.py);
+- rows to verify in layers with chunks: from the lengths on the device too, under a mask of the row's chunk;
 - branches of a tree that is drafted: all rows of a request over its known tokens, each row over its own guesses, and
   one merge; with windows, each row over its last tokens, whose slots are gathered for it.
 """
@@ -19,7 +20,7 @@ import torch
 from ...plan.lengths import starts_of
 from ..plugin.group_plans import GroupPlans, GroupSizes, TableRows, Use, Workspaces
 from ..plugin.latent_plans import LatentPlans
-from ..plugin.layers import LayerOptions
+from ..plugin.layers import LayerOptions, chunk_variant
 from ..plugin.parts import PagedRows, Part, SharedPrefix
 from ..plugin.prebuild import prebuild
 from .groups import Group, Tokens, longest_window
@@ -62,22 +63,22 @@ class GroupPlanner:
         branches: Branches = NO_BRANCHES,
     ) -> None:
         self.group, self._layers, self._tables = group, layers, tables
-        self._workspaces, self._trees, self._branches = workspaces, trees, branches
+        self._workspaces, self._branches = workspaces, branches
+        self._mask = trees.variant if trees is not None else chunk_variant(group.chunk) if group.chunk else None
         self._window = longest_window(layers)
         self._eager = self._make(sizes)
         self._captured = self._eager
         self._former: list[GroupPlans] = []  # graphs that were captured with them read their memory
 
     def _make(self, sizes: GroupSizes) -> GroupPlans:
-        mask = None if self._trees is None else self._trees.variant
         device = self._tables.slots.device
         if self.group.ckv:
             return LatentPlans(self.group.ckv, self._layers, sizes, device, self._workspaces, owner="SGLang")
-        return GroupPlans(self._layers, sizes, device, self._workspaces, mask=mask, owner="SGLang")
+        return GroupPlans(self._layers, sizes, device, self._workspaces, mask=self._mask, owner="SGLang")
 
     def prebuild(self) -> None:
         """Builds all kernels that later steps may need."""
-        prebuild(self._eager, (Use.DECODE, Use.ROWS) if self._trees is None else (Use.DECODE, Use.ROWS, Use.MASKED))
+        prebuild(self._eager, (Use.DECODE, Use.ROWS) if self._mask is None else (Use.DECODE, Use.ROWS, Use.MASKED))
 
     def allow_captures(self, max_requests: int, max_rows: int) -> None:
         """Makes room for captured steps of so many requests and rows."""
@@ -107,7 +108,7 @@ class GroupPlanner:
             pages = self._pages(rows, int(lens.max()), int(new.max()))
             attentions = plans.plan_on_host(starts_of(new), lens, pages, is_causal)
             return PagedRows(attentions, rows.total, is_causal)
-        if rows.has_tree and self.group.tokens is not Tokens.ENCODER:
+        if (rows.has_tree or self.group.chunk) and self.group.tokens is not Tokens.ENCODER:
             use = Use.MASKED_IN_GRAPH if is_captured else Use.MASKED
         else:
             use = Use.ROWS_IN_GRAPH if is_captured else Use.ROWS

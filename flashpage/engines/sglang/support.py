@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..plugin.refusal import latent_refusal, refusal
-from .name import NAME, NAMING_FIELDS
+from .name import CHUNKED, NAME, NAMING_FIELDS
 
 _KV_CACHE_TYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 _FROZEN_DRAFTS = "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"
@@ -63,12 +63,33 @@ def check_model(config: Any, topk: int) -> None:
     """Checks SGLang's ModelConfig, which is known before weights are loaded."""
     if architecture_of(config) in _FROZEN_DRAFTS:
         raise ValueError(_NO_FROZEN_DRAFTS)
+    if _has_two_sided_prompts(config.hf_config):
+        raise ValueError(
+            "rows of this model's prompts see both sides (HRM-Text): SGLang serves it with its Triton attention alone. "
+            "Choose --attention-backend triton."
+        )
     if has_latent_rows(config):
         _check_latent_model(config, topk)
     if getattr(config, "attention_chunk_size", None):
+        _check_chunked_model(config, topk)
+
+
+def _has_two_sided_prompts(config: Any) -> bool:
+    """Whether it is an HRM-Text with prompts of this kind, as SGLang finds out once it has loaded the model."""
+    is_hrm = getattr(config, "model_type", None) == "hrm_text" or "HrmTextForCausalLM" in config.architectures
+    return is_hrm and bool(getattr(config, "prefix_lm", True))
+
+
+def _check_chunked_model(config: Any, topk: int) -> None:
+    if architecture_of(config) not in CHUNKED:
         raise ValueError(
-            "this model has layers with attention in chunks, which flashpage does not serve in SGLang. "
+            "this model has layers with attention in chunks, which flashpage serves in SGLang for Llama 4 alone. "
             "Choose another --attention-backend."
+        )
+    if topk > 1:
+        raise ValueError(
+            f"--speculative-eagle-topk {topk}: flashpage verifies no trees for models with attention in chunks. "
+            "Choose --speculative-eagle-topk 1."
         )
 
 
