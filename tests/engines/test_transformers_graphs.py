@@ -167,9 +167,11 @@ def test_captured_steps_are_chosen(
     found = resolved(config, "cpu", **given)
     captured = captured if has_card else (False, False)
     assert (found.use_cuda_graph, bool(found.use_async_batching)) == (captured, any(captured))
-    assert prompts.are_captured(SimpleNamespace(config=config)) == captured[0]
+    assert prompts.are_captured({"cache": SimpleNamespace(config=config)}, 1) == captured[0]
     resolved(config, "cpu", use_cuda_graph=False)
-    assert not prompts.are_captured(SimpleNamespace(config=config)), "a manager that is made later chooses anew"
+    assert not prompts.are_captured({"cache": SimpleNamespace(config=config)}, 1), (
+        "a manager that is made later chooses anew"
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,31 +201,37 @@ def test_decodes_are_captured_on_a_card(
     assert resolved(config, "cuda").use_cuda_graph == (False, False)  # a manager that is made later notes its own card
 
 
-@pytest.mark.parametrize("name", [hf.NAME, f"paged|{hf.NAME}", "eager"])
 @pytest.mark.parametrize(
-    ("given", "captures_prompts"),
+    ("longest", "rows", "are_captured"),
     [
-        ({}, False),
-        ({"use_cuda_graph": True}, True),
-        ({"use_cuda_graph": (True, False)}, True),
-        ({"use_cuda_graph": (False, True)}, False),
-        ({"use_cuda_graph": False, "q_padding_interval_size": 64}, False),
-        ({"q_padding_interval_size": 64}, True),  # a size of padding means graphs of all steps
+        (1024, 16, True),
+        ({"full_attention": 2048, "sliding_attention": 5000}, 16, True),  # all slots of the cache
+        (1024, 15, False),  # the longest request has fewer new tokens than the step has rows: there is no padding
+        (1000, 16, False),
+        (512, 16, False),
+        ({"full_attention": 2048, "sliding_attention": 100}, 16, False),
     ],
 )
-def test_captured_steps_of_versions_without_tables(
-    name: str, given: dict[str, Any], captures_prompts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a card has graphs. transformers chooses, and the choice is noted when the manager is made."""
-    if HAS_TABLES:
-        pytest.skip("this version lets flashpage choose")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_arguments_of_captured_steps(longest: Any, rows: int, are_captured: bool) -> None:
+    """transformers 5.17 gives captured steps bounds of lengths."""
+    kwargs = {"cache": SimpleNamespace(num_pages=5000), "max_seqlen_q": rows, "max_seqlen_k": longest}
+    assert prompts.are_captured(kwargs, 16) == are_captured
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_steps_that_are_not_captured_are_planned_by_the_host(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All versions, as their arguments or their manager say."""
     model = make_model("llama")
-    model.set_attn_implementation(name)
-    options = batch_options(4, page_size=8, num_blocks=32, max_batch_tokens=16, **given)
-    manager = model.init_continuous_batching(**options)
-    assert manager.continuous_batching_config.cuda_graph_booleans[0] == captures_prompts
-    assert prompts.are_captured(SimpleNamespace(config=model.config)) == (captures_prompts and name != "eager")
+    model.set_attn_implementation(hf.NAME)
+    use_graphs(monkeypatch)
+    planned = []
+    plan = Attention.plan
+    monkeypatch.setattr(Attention, "plan", lambda *given, **more: (planned.append(1), plan(*given, **more))[1])
+    sizes = {"page_size": 8, "num_blocks": 12, "max_batch_tokens": 16, "max_requests_per_batch": 4}
+    graphs = {"use_cuda_graph": (captures, False), "use_async_batching": False}
+    outputs = model.generate_batch(prompts_of(left_padded(LENGTHS)), **batch_options(4, **sizes, **graphs))
+    assert all(len(output.generated_tokens) == 4 for output in outputs.values())
+    assert bool(planned) != captures
 
 
 def test_a_capture_of_another_manager_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_wrong_pages_change_tokens(models: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"cache": object()}, "pass no past_key_values, and call generate"),
+        ({"write_index": object()}, "pass no past_key_values, and call generate"),
         ({"sliding_window": 4}, "sliding_window=4 with indices: pass None"),
         ({"indices": torch.zeros(3, 2).int()}, r"indices has shape \(3, 2\): pass \[batch, 3, topk\]"),
         ({"indices": torch.full((1, 3, 2), 5)}, "indices has 5 but each request has 5 tokens: pass tokens from 0 to 4"),

@@ -32,20 +32,25 @@ def attend(
         index: layer number.
         query, key, value: [1, heads, tokens, dim], the new tokens of all requests.
         kwargs: cache; cu_seq_lens_q [requests + 1]; cu_seq_lens_k by layer type; read_index and write_index by group of
-            layers: the slots of all tokens of the requests, and of the new tokens.
+            layers: the slots of all tokens of the requests, and of the new tokens. From transformers 5.24 on models
+            store new tokens themselves: `key` and `value` have all tokens of the requests, cu_seq_lens_k is of the
+            layer's type, and there is no cache; `config` is then the configuration of the layer's module.
 
     Returns:
         [1, tokens, num_q_heads, head_dim]
     """
     if kwargs.get("block_table") is not None:
         return decode.attend(layer, index, query, key, value, kwargs)
-    cache = kwargs["cache"]
-    stays_on_device = prompts.are_captured(cache)
+    cache = kwargs.get("cache")
+    stays_on_device = prompts.are_captured(kwargs, query.shape[2])
     if is_capturing(query.device) and not stays_on_device:
         raise RunError(
             "a step with prompts is being captured, which its manager was not made for: "
             "pass use_cuda_graph=True with the ContinuousBatchingConfig, after flashpage.hf.register()."
         )
+    if cache is None:
+        joined = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+        return _gathered(layer, layer.window_left, query, (key, value), joined, stays_on_device)
     is_newer = hasattr(cache, "layer_to_allocator")  # from transformers 5.18 on
     layer_type, group, slots = (_slots_of if is_newer else _slots_of_older)(cache, index)
     kv_ends = kwargs["cu_seq_lens_k"]
@@ -60,10 +65,7 @@ def attend(
                 key, value, layer_idx=index, read_index=kwargs["read_index"], write_index=kwargs["write_index"]
             )
             key, value = (t.transpose(0, 1).unsqueeze(0) for t in rows)
-        if stays_on_device:
-            rows = _Slots(*(t[0].transpose(0, 1).unsqueeze(1) for t in (key, value)))
-            return prompts.attend(layer, layer_type, query, rows, ends, None)
-        return packed(layer, query, key, value, ends)
+        return _gathered(layer, layer_type, query, (key, value), ends, stays_on_device)
     slots.keys.index_copy_(0, write, key[0].transpose(0, 1).unsqueeze(1))
     slots.values.index_copy_(0, write, value[0].transpose(0, 1).unsqueeze(1))
     # No request has earlier tokens, so there is nothing to read.
@@ -71,6 +73,26 @@ def attend(
     if stays_on_device:
         return prompts.attend(layer, group, query, slots, ends, indices)
     return _paged(layer, query, slots, group, indices, ends)
+
+
+def is_step(kwargs: dict[str, Any]) -> bool:
+    """Whether an attention function's arguments are those of continuous batching."""
+    return kwargs.get("write_index") is not None
+
+
+def _gathered(
+    layer: Layer,
+    kind: Any,
+    query: torch.Tensor,
+    pair: tuple[torch.Tensor, torch.Tensor],
+    ends: tuple[torch.Tensor, torch.Tensor],
+    stays_on_device: bool,
+) -> torch.Tensor:
+    """Attention over gathered keys and values. `kind`: of layers with equal lengths."""
+    if not stays_on_device:
+        return packed(layer, query, *pair, ends)
+    rows = _Slots(*(t[0].transpose(0, 1).unsqueeze(1) for t in pair))
+    return prompts.attend(layer, kind, query, rows, ends, None)
 
 
 def _paged(

@@ -93,5 +93,5 @@ def _refuse(options: dict[str, Any], query: torch.Tensor) -> None:
         raise RunError("output_attentions=True: the weights are never stored; use attn_implementation='eager'.")
     if query.requires_grad and torch.is_grad_enabled():
         raise RunError("gradients are on: there is no backward pass; run the model under torch.no_grad().")
-    if is_capturing(query.device) and options.get("cache") is None:
+    if is_capturing(query.device) and options.get("write_index") is None:
         raise RunError("the stream is being captured: the host makes the plans; call the model without a graph.")

@@ -35,16 +35,16 @@ class Step:
         self.rows = numbers
 
     @staticmethod
-    def of(ends: torch.Tensor, tables: torch.Tensor, group: int) -> Step:
-        """The step of these tensors: each forward passes the same objects to its layers. A forward that is captured
-        has its own, even if the one before had the same tensors."""
-        key = (group, is_capturing(tables.device))
-        held: tuple[Any, ...] = getattr(_local, "step", (None,) * 4)
-        if held[0] == key and held[1] is ends and held[2] is tables:
-            step: Step = held[3]
+    def of(ends: torch.Tensor, tables: torch.Tensor) -> Step:
+        """The step of these tensors: each forward passes the same lengths to its layers, and views of the same tables.
+        A forward that is captured has its own, even if the one before had the same tensors."""
+        key = (tables.data_ptr(), tables.shape, is_capturing(tables.device))
+        held: tuple[Any, ...] = getattr(_local, "step", (None,) * 3)
+        if held[0] == key and held[1] is ends:
+            step: Step = held[2]
         else:
-            step = Step(ends, tables[group])
-            _local.step = (key, ends, tables, step)
+            step = Step(ends, tables)
+            _local.step = (key, ends, step)
         return step
 
 
@@ -56,14 +56,20 @@ def attend(
     Args:
         index: layer number.
         query, key, value: [1, heads, requests, dim]; requests past the last one are padding and have no tokens.
-        kwargs: cache; cu_seq_lens_k by layer type; block_table [groups, requests, pages].
+        kwargs: cache; cu_seq_lens_k by layer type; block_table [groups, requests, pages]. From transformers 5.24 on
+            there are the layer's own: k_cache and v_cache, its type's cu_seq_lens_k, its group's block_table.
 
     Returns:
         [1, requests, num_q_heads, head_dim], zeros for padding.
     """
-    allocator = kwargs["cache"].layer_to_allocator[index]
-    pages = allocator.get_cache_for_block_table(index)
-    step = Step.of(kwargs["cu_seq_lens_k"][allocator.layer_type], kwargs["block_table"], allocator.index)
+    ends, tables = kwargs["cu_seq_lens_k"], kwargs["block_table"]
+    if (cache := kwargs.get("cache")) is None:
+        pages = kwargs["k_cache"], kwargs["v_cache"]
+    else:
+        allocator = cache.layer_to_allocator[index]
+        pages = allocator.get_cache_for_block_table(index)
+        ends, tables = ends[allocator.layer_type], tables[allocator.index]
+    step = Step.of(ends, tables)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     operators.call(
         "append_paged_kv_cache",

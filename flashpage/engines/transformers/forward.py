@@ -53,7 +53,7 @@ def attention(
     pages = layer_of(key)
     if (indices := kwargs.get("indices")) is not None:
         is_latent = isinstance(pages, NewRows)
-        if kwargs.get("cache") is not None or (pages is not None and not is_latent):
+        if batching.is_step(kwargs) or (pages is not None and not is_latent):
             raise RunError(
                 "indices are given, the tokens that rows see, over pages of keys and values: "
                 "pass no past_key_values, and call generate in place of generate_batch."
@@ -65,8 +65,9 @@ def attention(
         if is_latent:
             return pages.attend(masks.without_bits(layer), query, key, value, indices), None
         layer = _of_lists(layer, indices, query.shape[2], key.shape[2])
-    if kwargs.get("cache") is not None:
-        return batching.attend(layer, module.layer_idx, query, key, value, kwargs), None
+    if batching.is_step(kwargs):
+        of_module = {"config": getattr(module, "config", None)}
+        return batching.attend(layer, module.layer_idx, query, key, value, of_module | kwargs), None
     if pages is not None:
         return pages.attend(layer, query, key, value), None
     if attention_mask is None and (q_ends := kwargs.get("cu_seq_lens_q")) is not None:
@@ -85,6 +86,6 @@ def _of_lists(layer: Layer, indices: torch.Tensor, q_length: int, kv_length: int
 
 def batched_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """`attention` for models that a ContinuousBatchingManager runs, which get no masks."""
-    if kwargs.get("cache") is None:
+    if not batching.is_step(kwargs):
         raise RunError("the model runs under continuous batching: stop the manager before you call the model.")
     return attention(*args, **kwargs)

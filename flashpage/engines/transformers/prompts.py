@@ -20,7 +20,7 @@ Ends = tuple[torch.Tensor, torch.Tensor]
 
 _local = threading.local()  # this thread's newest step of each kind of layer
 # Configurations, by id, of models whose steps with prompts are captured. The step that runs before a capture must plan
-# as the captured one does, and no argument of an attention function says that a capture follows.
+# as the captured one does. From transformers 5.24 on no argument of an attention function says that one follows.
 _captured: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -32,10 +32,22 @@ def capture(config: Any, is_captured: bool) -> None:
         _captured.pop(id(config), None)
 
 
-def are_captured(cache: Any) -> bool:
-    """Whether they are, for the model of this cache of transformers."""
-    config = getattr(cache, "config", None)
+def are_captured(kwargs: dict[str, Any], rows: int) -> bool:
+    """Whether they are, for the model of a step with these arguments and so many rows."""
+    cache: Any = kwargs.get("cache")
+    longest = kwargs.get("max_seqlen_k")
+    if longest is not None:
+        # 5.17 gives captured steps alone a bound in place of the longest request. A step that is not captured may have
+        # such a longest request by chance; a plan of the device serves it as well.
+        lengths = longest.values() if isinstance(longest, dict) else (longest,)
+        return kwargs["max_seqlen_q"] == rows and all(_is_bound(length, cache.num_pages) for length in lengths)
+    config = kwargs.get("config") if cache is None else getattr(cache, "config", None)
     return config is not None and _captured.get(id(config)) is config
+
+
+def _is_bound(length: int, most: int) -> bool:
+    """Whether transformers' 5.17 makes such a bound of lengths: a power of two from 1,024 on, at most `most`."""
+    return length == most or (length >= 1024 and length.bit_count() == 1)
 
 
 class Step:

@@ -37,8 +37,6 @@ def register() -> None:
         _wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _choose)
     if hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR"):
         _wrap(initialization, "ensure_decode_fast_path_is_available", _keep_tables)
-    else:  # 5.17, which has no block tables for NAME
-        _wrap(ContinuousBatchingManager, "__init__", _note_graphs)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -99,10 +97,3 @@ def _choose_graphs(cb_config: Any, is_on_card: bool) -> None:
     cb_config.use_cuda_graph = (of_prompts, of_decodes)
     if (of_prompts or of_decodes) and getattr(cb_config, "use_async_batching", False) is None:
         cb_config.use_async_batching = True
-
-
-def _note_graphs(original: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Notes whether steps with prompts are captured, which transformers has chosen when the manager is made."""
-    original(manager, model, *args, **kwargs)
-    if model.config._attn_implementation == BATCHING_NAME:
-        prompts.capture(model.config.get_text_config(), manager.continuous_batching_config.cuda_graph_booleans[0])
