@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,3 +201,13 @@ def test_a_trained_model_in_bfloat16() -> None:
     model.set_attn_implementation(hf.NAME)
     hf_copy.check_copies(model, new_tokens=64)
     hf_copy.check_copies(hf_copy.windowed(model, 24), new_tokens=64)
+
+
+def test_versions_outside_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registering warns for them; not for the version that runs these tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf.register()
+    monkeypatch.setattr(transformers, "__version__", "5.20.1")
+    with pytest.warns(RuntimeWarning, match=r"transformers 5\.20\.1 is not among .*5\.17, 5\.23, 5\.24"):
+        hf.register()

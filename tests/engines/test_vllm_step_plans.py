@@ -314,8 +314,11 @@ def test_versions_outside_of_the_table() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_if_untested("vllm", TESTED["vllm"][-1] + "+cpu")
+        warn_if_untested("transformers", TESTED["transformers"][-1] + ".3")
     with pytest.warns(RuntimeWarning, match=r"vllm 0\.1\.0 is not among .*0\.33\.0"):
         warn_if_untested("vllm", "0.1.0")
+    with pytest.warns(RuntimeWarning, match=r"sglang 0\.5\.24 is not among"):
+        warn_if_untested("sglang", "0.5.24")
 
 
 def test_the_entry_point_imports_little() -> None:

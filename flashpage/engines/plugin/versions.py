@@ -1,4 +1,4 @@
-"""The versions of engines with which their plugins were tested.
+"""The versions of engines, and of transformers, with which their plugins were tested.
 
 A new version is a name here. It also needs
 
@@ -6,6 +6,8 @@ A new version is a name here. It also needs
   (`PINS` and `main`), and the FlashInfer that it wants in get_flashinfer.py (`VERSIONS`);
 - its place in `engines` of .ci/run, if CI runs it, and in `TREES` of tests/engines/test_vllm_engine.py;
 - the versions under "Tested" in docs/guides/vllm.md or sglang.md, and in the table of docs/guides/engines.md.
+
+One of transformers needs its place in `other_transformers` of .ci/run, and in docs/guides/transformers.md.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from ...base.warn import warn
 TESTED = {
     "vllm": ("0.26.0", "0.32.0", "0.33.0"),
     "sglang": ("0.5.15.post1", "0.5.23"),
+    "transformers": ("5.17", "5.23", "5.24"),  # with any third number, as releases of it mend one alone
 }
 
 
 def warn_if_untested(engine: str, version: str) -> None:
     """Warns for a version outside of the table; a local part (0.33.0+cpu) does not count."""
-    if version.partition("+")[0] not in TESTED[engine]:
+    number = version.partition("+")[0]
+    if not {number, number.rpartition(".")[0]} & {*TESTED[engine]}:
         warn(
-            f"{engine} {version} is not among the versions that flashpage's backend for it was tested with "
-            f"({', '.join(TESTED[engine])}). Compare some outputs with another attention backend first."
+            f"{engine} {version} is not among the versions that flashpage's attention for it was tested with "
+            f"({', '.join(TESTED[engine])}). Compare some outputs with those of another attention first."
         )

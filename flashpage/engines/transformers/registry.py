@@ -8,10 +8,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import initialization
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
+from ..plugin.versions import warn_if_untested
 from . import prompts
 from .forward import attention, batched_attention
 from .masks import padding_mask
@@ -29,7 +31,9 @@ _is_on_card: ContextVar[bool] = ContextVar("_is_on_card", default=False)
 
 
 def register() -> None:
-    """Makes NAME an `attn_implementation` of every model that goes through transformers' attention interface."""
+    """Makes NAME an `attn_implementation` of every model that goes through transformers' attention interface. Warns if
+    it was not tested with this version of transformers."""
+    warn_if_untested("transformers", transformers.__version__)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)
     AttentionInterface.register(BATCHING_NAME, batched_attention)
