@@ -17,6 +17,7 @@ from ..run.binding import Binding
 from ..run.checks import Scales, Tensors
 from .latent_attention import LatentAttention
 from .latent_run import CACHES, QUERIES, latent_cache_of, one_form, scales_of, use_run_names
+from .lse_mode import BASE_2, in_base_e, is_natural
 from .operators import is_traced
 from .operators import run as run_as_operator
 from .plan_arguments import LatentArguments, differ
@@ -217,6 +218,7 @@ class BatchMLASparseAttentionWrapper:
         ckv_scale_arr: torch.Tensor | None = None,
         kpe_scale: Any = None,
         enable_pdl: bool | None = None,
+        lse_mode: str = BASE_2,
     ) -> Any:
         """Attention of the planned rows; the other arguments are those of BatchMLAPagedAttentionWrapper.run.
 
@@ -224,7 +226,9 @@ class BatchMLASparseAttentionWrapper:
             kv_cache: [pages, page_size, head_dim_ckv + head_dim_kpe], or a pair of caches; with kv_row_format bytes,
                 [pages, page_size, 656 or 584].
             indices: lists of the planned shape, such as this layer's; None: plan's.
+            lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
         """
+        natural = is_natural(lse_mode)
         self._attention.require_plan("run")
         lists = self._indices if indices is None else _lists(indices, "indices", self.device, RunError)
         if lists.shape != self._indices.shape:
@@ -236,10 +240,11 @@ class BatchMLASparseAttentionWrapper:
         cache = one_form("kv_cache", kv_cache, CACHES, ckv_cache, kpe_cache)
         try:
             tensors = Tensors(q, cache, out, lse)
-            return self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl)
+            result = self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl)
         except FlashpageError as error:
             use_run_names(error, query, kv_cache)
             raise
+        return in_base_e(result, lse) if natural else result
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

@@ -285,11 +285,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         values = self._now if window_left is None else self._values(window_left)
         is_unscaled = q_scale is k_scale is v_scale is o_scale is None  # scales_of would be a frame more
         scales = NO_SCALES if is_unscaled else scales_of(q_scale, k_scale, v_scale, o_scale)
-        if lse_mode is not BASE_2:
-            return self._attention.run_of(lse_mode)(
-                q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl
-            )
-        return self._attention.run(q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl)
+        run = self._attention.run if lse_mode is BASE_2 else self._attention.run_of(lse_mode)
+        return run(q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -316,6 +313,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         return_lse: bool = False,
+        *,
+        lse_mode: str = BASE_2,
     ) -> Any:
         """`run` with options that replace the planned ones, defaults included (pos_encoding_mode None: as planned)."""
         self._take_values(
@@ -326,7 +325,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return self.run(q, paged_kv_cache, **scales, return_lse=return_lse, lse_mode=lse_mode)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
 

@@ -353,6 +353,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         return_lse: bool = False,
+        *,
+        lse_mode: str = BASE_2,
     ) -> Any:
         """`run` with options that replace the planned ones, defaults included (pos_encoding_mode None: as planned)."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
@@ -365,7 +367,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return self.run(q, paged_kv_cache, **scales, return_lse=return_lse, lse_mode=lse_mode)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
 

@@ -234,6 +234,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         return_lse: bool = False,
+        *,
+        lse_mode: str = BASE_2,
     ) -> Any:
         """`run` with options that replace the planned ones, defaults included (pos_encoding_mode None: as planned)."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
@@ -246,6 +248,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        return self.run(q, k, v, return_lse=return_lse)
+        return self.run(q, k, v, return_lse=return_lse, lse_mode=lse_mode)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)

@@ -11,6 +11,7 @@ from ..base import checks
 from ..base.errors import CapabilityError, RunError, named
 from ..run.checks import scales_of
 from .function_plans import Tables, plan_of
+from .lse_mode import BASE_2
 from .plan_arguments import DecodeArguments, PrefillArguments
 
 _BACKENDS = ("auto", "xqa", "trtllm-gen")
@@ -55,6 +56,7 @@ class _Call(NamedTuple):
     enable_pdl: bool | None
     lse: Any
     return_lse: bool
+    lse_mode: str
 
 
 @named(_NAMES)
@@ -95,6 +97,8 @@ def trtllm_batch_decode_with_kv_cache(
     bf16q_fp8kv_transform_mode: str | None = None,
     request_order: torch.Tensor | None = None,
     request_order_plan: Any = None,
+    *,
+    lse_mode: str = BASE_2,
 ) -> Any:
     """Decode from block tables. Rows of a request are causal among themselves; each row's own token is in the cache.
 
@@ -116,6 +120,7 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req: rows of each request; None: cum_seq_lens_q says.
         cum_seq_lens_q: [batch + 1] int32 on the device, where each request's rows begin, with max_q_len.
         lse, return_lse: [rows, num_qo_heads] fp32, base 2.
+        lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
 
     The other arguments belong to FlashInfer's kernels and are refused if they differ from their defaults.
     """
@@ -138,7 +143,7 @@ def trtllm_batch_decode_with_kv_cache(
     call = _Call(
         *(query, kv_cache, block_tables, seq_lens, (bmm1_scale, bmm2_scale), unless(o_scale, 1)),
         *(out, out_dtype, sinks, kv_layout),
-        *(enable_pdl, lse, return_lse),
+        *(enable_pdl, lse, return_lse, lse_mode),
     )
     if (cum_seq_lens_q is None) == (q_len_per_req is None):
         raise RunError(
@@ -180,6 +185,8 @@ def trtllm_batch_context_with_kv_cache(
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
     backend: str = "trtllm-gen",
+    *,
+    lse_mode: str = BASE_2,
 ) -> Any:
     """Prefill and append from block tables, with the appended tokens in the cache.
 
@@ -203,7 +210,7 @@ def trtllm_batch_context_with_kv_cache(
     check_tables(uses_shared_paged_kv_idx, backend)
     call = _Call(
         *(query, kv_cache, block_tables, seq_lens, (bmm1_scale, bmm2_scale), None, out, out_dtype, sinks, kv_layout),
-        *(enable_pdl, lse, return_lse),
+        *(enable_pdl, lse, return_lse, lse_mode),
     )
     checks.tensor(seq_lens, "seq_lens", RunError)
     if checks.whole("batch_size", batch_size, 0, error=RunError) != seq_lens.numel():
@@ -258,8 +265,8 @@ def _run(call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: in
     lse = call.lse
     if lse is None and call.return_lse is True and q_indptr is not None:
         lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
-    attention = plan.on_device(lengths)
-    return attention.run(query, (k, v), out, lse, call.return_lse, values, scales, sinks, call.enable_pdl)
+    run = plan.on_device(lengths).run_of(call.lse_mode)
+    return run(query, (k, v), out, lse, call.return_lse, values, scales, sinks, call.enable_pdl)
 
 
 def _pair(kv_cache: Any, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from flashpage import RunError
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
+LATENT = {"num_heads": HEADS, "head_dim_ckv": 64, "head_dim_kpe": 32, "page_size": PAGE, "sm_scale": 0.1}
 Calls = dict[str, Callable[..., Any]]  # each takes lse_mode and returns an output and an LSE
 
 
@@ -43,12 +44,16 @@ def calls() -> Calls:
     decode.plan(*pages, *heads, **f32)
     found["decode"] = lambda **mode: decode.run(q[:2], cache, return_lse=True, **mode)
     found["decode.run_return_lse"] = lambda **mode: decode.run_return_lse(q[:2], cache, **mode)
+    found["decode.forward"] = lambda **mode: decode.forward(q[:2], cache, return_lse=True, **mode)
+    found["decode.forward_return_lse"] = lambda **mode: decode.forward_return_lse(q[:2], cache, **mode)
     paged = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
     paged.plan(ints(0, 2, 5), *pages, *heads, **f32)
     found["paged"] = lambda **mode: paged.run(q, cache, return_lse=True, **mode)
+    found["paged.forward"] = lambda **mode: paged.forward(q, cache, return_lse=True, **mode)
     ragged = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace())
     ragged.plan(ints(0, 2, 5), ints(0, 20, 30), *heads[:3], **f32)
     found["ragged"] = lambda **mode: ragged.run(q, k[:30], v[:30], return_lse=True, **mode)
+    found["ragged.forward_return_lse"] = lambda **mode: ragged.forward_return_lse(q, k[:30], v[:30], **mode)
     told = {"q_data_type": torch.float32, "kv_data_type": torch.float32, "head_dim_qk": DIM, "head_dim_vo": DIM}
     sink = flashpage.BatchAttentionWithAttentionSinkWrapper(workspace(), **told)
     sink.plan(ints(0, 2, 5), *pages, *heads, **f32)
@@ -76,6 +81,16 @@ def calls() -> Calls:
     variable.plan(shown, *sizes, HEADS, KV_HEADS, DIM, **f32)
     by_head = [t.transpose(0, 1).contiguous() for t in (q, k, v)]
     found["variable"] = lambda **mode: variable.run(*by_head, return_lse=True, **mode)
+    tables = cache.transpose(2, 3), None, ints(5, 2, 7, 0).view(2, 2), ints(19, 16)  # the fourth page is no token's
+    by_tables = functools.partial(flashpage.decode.trtllm_batch_decode_with_kv_cache, q[:2], *tables, 32)
+    found["tables, decode"] = lambda **mode: by_tables(return_lse=True, **mode)
+    sizes_of_context = 3, 19, DIM**-0.5, 1.0, 2, ints(0, 2, 5), ints(0, 19, 35)
+    context = functools.partial(flashpage.prefill.trtllm_batch_context_with_kv_cache, q, *tables, *sizes_of_context)
+    found["tables, context"] = lambda **mode: context(return_lse=True, **mode)
+    lists = flashpage.BatchMLASparseAttentionWrapper(workspace())
+    lists.plan(ints(3, 1, 20, 7, 9, -1).view(2, 3), **LATENT, **f32, kv_data_type=torch.float32)
+    latent = data(2, HEADS, 96), data(2, PAGE, 96)
+    found["lists"] = lambda **mode: lists.run(query=latent[0], kv_cache=latent[1], return_lse=True, **mode)
     variant = flashpage.Variant(logit="score")
     for name in ("single_prefill_with_kv_cache", "single_decode_with_kv_cache"):
         rows, plain = q[0] if "decode" in name else q, getattr(flashpage, name)
@@ -89,8 +104,9 @@ def calls() -> Calls:
 
 
 NAMES = (
-    *("decode", "decode.run_return_lse", "paged", "ragged", "sink", "mixed", "cascade-1", "cascade-2"),
-    *("pod-prefill", "pod-decode", "sparse", "variable"),
+    *("decode", "decode.run_return_lse", "decode.forward", "decode.forward_return_lse", "paged", "paged.forward"),
+    *("ragged", "ragged.forward_return_lse", "sink", "mixed", "cascade-1", "cascade-2"),
+    *("pod-prefill", "pod-decode", "sparse", "variable", "tables, decode", "tables, context", "lists"),
     *("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_with_jit_module"),
     *("single_decode_with_kv_cache", "single_decode_with_kv_cache_with_jit_module"),
 )

@@ -44,8 +44,10 @@ FUNCTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_parameters(name: str) -> None:
-    """Names, order and defaults of FlashInfer 0.7.2."""
-    assert shown(list(inspect.signature(FUNCTIONS[name]).parameters.values())) == SIGNATURES[name].split()
+    """Names, order and defaults of FlashInfer 0.7.2; after them, as a keyword alone, ours."""
+    *theirs, ours = inspect.signature(FUNCTIONS[name]).parameters.values()
+    assert shown(theirs) == SIGNATURES[name].split()
+    assert shown([ours]) == ["lse_mode='base2'"] and ours.kind is ours.KEYWORD_ONLY
 
 
 class Batch:
