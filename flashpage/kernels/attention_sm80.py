@@ -259,14 +259,12 @@ def _token_bytes(work: Work) -> int:
 
 def _one_stage_tile(work: Work) -> Tile:
     """A tile whose warps have one stage each: keys and values are copied as soon as the last ones were read, so half of
-    the memory is always in flight. With two stages half of it is empty while a warp waits, for half as many warps. As
-    many CTAs share an SM as its memory and registers allow; five warps in each of two CTAs spill."""
-    options, is_plain = work.options, work.loop is InnerLoop.PLAIN
-    warp_bytes = 16 * max(_token_bytes(work), 4 * min(options.head_dim_vo, 256))  # a stage, or sums that warps exchange
-    cta_bytes = 4 * warp_bytes / 0.8 + (1 << 10)  # rows are padded, Q takes the rest, and the system takes 1 KiB
-    by_registers = 2 if not is_plain or work.widest > 128 else 3 if work.widest > 64 else 4
-    ctas = min(by_registers, int(work.card.sm_shared_bytes / cta_bytes))
-    return Tile(16, 64, 1, 4, 1, ctas) if ctas > 1 else Tile(16, 80, 1, 5, 1, 1)
+    the memory is always in flight. With two stages half of it is empty while a warp waits, for half as many warps.
+    Five warps in each of two CTAs spill."""
+    values = min(work.options.head_dim_vo, 256)
+    warp_bytes = 16 * max(_token_bytes(work), 4 * values)  # of a stage, or of sums that warps exchange
+    two_fit = 4 * warp_bytes <= 0.8 * _half_of_sm(work.card)  # rows are padded, and Q takes the rest
+    return Tile(16, 64, 1, 4, 1, 2) if two_fit else Tile(16, 80, 1, 5, 1, 1)
 
 
 def _few_rows_tile(work: Work) -> Tile:
