@@ -73,6 +73,9 @@ def test_a_sink() -> None:
     [
         ("flashmla_sparse", {"kv_cache": torch.zeros(200, 1, 528, dtype=torch.uint8)}),  # no rotated columns
         ("flashmla_sparse", {"kv_cache": torch.zeros(200, 1, 576, dtype=torch.float8_e4m3fn)}),
+        ("flashmla_sparse", {"kv_cache": torch.zeros(200, 1, 576).half()}),  # another type than q's
+        ("flashmla_sparse", {"q_all": torch.zeros(ROWS, HEADS, 576).to(torch.float8_e4m3fn)}),
+        ("fa3", {"q_nope": torch.zeros(ROWS, HEADS, 512).half()}),
         ("flashmla_sparse", {"v_head_dim": 256}),
         ("flashmla_kv", {"kv_format": "V32"}),
         ("flashmla_kv", {"of_a_later_version": 1}),

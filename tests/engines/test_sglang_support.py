@@ -37,6 +37,13 @@ def test_models_that_cannot_be_served(changes: dict[str, Any], reason: str) -> N
         support.check_runner(runner)
 
 
+def test_a_draft_of_a_model_with_chunks_is_served() -> None:
+    """Its config may name chunks that its layers do not have."""
+    runner = Scene(Form(), *DECODE, "cpu").runner()
+    vars(runner.model_config).update(attention_chunk_size=8192, is_draft_model=True)
+    support.check_runner(runner)
+
+
 @pytest.mark.parametrize("is_prefix", [False, True])
 def test_an_hrm_text_of_causal_prompts_is_served(is_prefix: bool) -> None:
     runner = Scene(Form(), *DECODE, "cpu").runner()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -317,8 +318,9 @@ def test_versions_outside_of_the_table() -> None:
         warn_if_untested("transformers", TESTED["transformers"][-1] + ".3")
     with pytest.warns(RuntimeWarning, match=r"vllm 0\.1\.0 is not among .*0\.33\.0"):
         warn_if_untested("vllm", "0.1.0")
-    with pytest.warns(RuntimeWarning, match=r"sglang 0\.5\.24 is not among"):
-        warn_if_untested("sglang", "0.5.24")
+    for engine, version in (("sglang", "0.5.24"), ("sglang", "0.5.23.post1"), ("vllm", "0.33.0.dev5")):
+        with pytest.warns(RuntimeWarning, match=rf"{engine} {re.escape(version)} is not among"):
+            warn_if_untested(engine, version)
 
 
 def test_the_entry_point_imports_little() -> None:

@@ -168,17 +168,18 @@ def check_left_to_vllm() -> None:
     """What flashpage does not serve stays vLLM's own, with a warning: there is no next backend. Other models ask for
     these classes too, and get no warning."""
     ours = {place: getattr(sparse, name) for place, name in sparse_places.CLASSES.items()}
-    place = "FLASH_ATTN_MLA_SPARSE"
     types = {kind: SimpleNamespace(cache_dtype=kind) for kind in ("auto", "fp8_ds_mla", "nvfp4_ds_mla")}
     lists = {"use_mla": True, "index_topk": 2048}
-    unserved: list[tuple[dict[str, Any], str]] = [
-        ({"context_ranks": 2}, "no decode context parallelism"),
-        ({"hisparse": object()}, "hisparse_config"),
-        ({"others": {"cache_config": types["nvfp4_ds_mla"]}}, "no KV cache of nvfp4_ds_mla"),
-        ({"qk_rope_head_dim": 0, "others": {"cache_config": types["fp8_ds_mla"]}}, "656 bytes"),
-        ({"kv_lora_rank": 256}, "not of 256 and 64"),
+    fa3, sm120 = "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120"
+    unserved: list[tuple[str, dict[str, Any], str]] = [
+        (fa3, {"context_ranks": 2}, "no decode context parallelism"),
+        (fa3, {"hisparse": object()}, "hisparse_config"),
+        (fa3, {"others": {"cache_config": types["nvfp4_ds_mla"]}}, "no KV cache of nvfp4_ds_mla"),
+        (fa3, {"qk_rope_head_dim": 0, "others": {"cache_config": types["fp8_ds_mla"]}}, "656 bytes"),
+        (sm120, {"qk_rope_head_dim": 0, "others": {"cache_config": types["auto"]}}, "656 bytes"),
+        (fa3, {"kv_lora_rank": 256}, "not of 256 and 64"),
     ]
-    for changes, reason in unserved:
+    for place, changes, reason in unserved:
         sparse_places._say.cache_clear()
         with configured(**lists | changes), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

@@ -24,7 +24,9 @@ TESTED = {
 def warn_if_untested(engine: str, version: str) -> None:
     """Warns for a version outside of the table; a local part (0.33.0+cpu) does not count."""
     number = version.partition("+")[0]
-    if not {number, number.rpartition(".")[0]} & {*TESTED[engine]}:
+    first_two, _, third = number.rpartition(".")
+    is_mended = third.isdigit() and first_two.count(".") == 1 and first_two in TESTED[engine]
+    if number not in TESTED[engine] and not is_mended:
         warn(
             f"{engine} {version} is not among the versions that flashpage's attention for it was tested with "
             f"({', '.join(TESTED[engine])}). Compare some outputs with those of another attention first."

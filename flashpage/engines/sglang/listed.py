@@ -84,7 +84,9 @@ def _is_served(given: dict[str, Any], known: set[str]) -> bool:
     cache = given["kv_cache"]
     is_packed = cache.element_size() == 1 and cache.shape[-1] == _PACKED_BYTES
     is_known = all(value is None for name, value in given.items() if name not in known)
-    return is_known and given["v_head_dim"] == 512 and (is_packed or cache.dtype in (torch.float16, torch.bfloat16))
+    q = given.get("q_all", given.get("q_nope"))
+    has_rows = q is not None and q.dtype in (torch.float16, torch.bfloat16) and (is_packed or cache.dtype is q.dtype)
+    return is_known and given["v_head_dim"] == 512 and has_rows
 
 
 def _attend(

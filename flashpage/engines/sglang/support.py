@@ -81,7 +81,7 @@ def _has_two_sided_prompts(config: Any) -> bool:
 
 
 def _check_chunked_model(config: Any, topk: int) -> None:
-    if architecture_of(config) not in CHUNKED:
+    if architecture_of(config) not in CHUNKED and not getattr(config, "is_draft_model", False):
         raise ValueError(
             "this model has layers with attention in chunks, which flashpage serves in SGLang for Llama 4 alone. "
             "Choose another --attention-backend."

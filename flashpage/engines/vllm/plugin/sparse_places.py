@@ -27,9 +27,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import sparse
 
-    reasons = _reasons()
+    own = getattr(sparse, CLASSES[name])
+    reasons = _reasons(own)
     if not reasons:
-        return getattr(sparse, CLASSES[name])
+        return own
     _say("; ".join(reasons))
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -37,7 +38,7 @@ def __getattr__(name: str) -> Any:
     return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
 
 
-def _reasons() -> list[str]:
+def _reasons(own: Any) -> list[str]:
     """Why flashpage does not serve the configuration that vLLM chooses backends for."""
     from vllm.config import get_current_vllm_config_or_none
 
@@ -50,7 +51,9 @@ def _reasons() -> list[str]:
     kind = getattr(getattr(config, "cache_config", None), "cache_dtype", "auto")
     if kind not in sparse.FlashpageSparseBackend.supported_kv_cache_dtypes:
         reasons.append(f"flashpage reads no KV cache of {kind}")
-    elif kind in latent_write.ROW_FORMATS and getattr(config.model_config.hf_text_config, "qk_rope_head_dim", 64) == 0:
+    elif getattr(config.model_config.hf_text_config, "qk_rope_head_dim", 64) == 0 and (
+        kind in latent_write.ROW_FORMATS or "auto" in own.packed_kv_cache_dtypes
+    ):
         reasons.append("flashpage: rows of 656 bytes have 64 rotated columns")
     return reasons
 
