@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base.errors import CapabilityError
 from ..base.memory import is_capturing
@@ -30,6 +31,7 @@ _MOST_PLANS = 64  # sets of options that a thread keeps
 
 _local = threading.local()
 _captured: set[Attention] = set()  # kept, as graphs outlive threads
+_owned: set[tuple[StorageWeakRef, Attention]] = set()  # kept as long as memory that their graphs read
 
 
 class Tables(NamedTuple):
@@ -54,11 +56,12 @@ class FunctionPlan:
         self._is_captured = False
         self._held: Hashable = None  # what the newest plan was made from; None: nothing that may serve again
 
-    def on_device(self, tables: Tables, key: Hashable = None) -> Attention:
+    def on_device(self, tables: Tables, key: Hashable = None, owner: torch.Tensor | None = None) -> Attention:
         """The Attention, after it planned such lengths on the device, unless `key` is the newest plan's: the key of
-        layers that have equal lengths and run one after the other, all of them or none in a graph."""
+        layers that have equal lengths and run one after the other, all of them or none in a graph. `owner`: memory from
+        outside of the graph that a graph reads, without which nobody replays it; None: graphs are kept for ever."""
         if key is not None and key == self._held:
-            return self._used()
+            return self._used(owner)
         self._held = None
         given = TableLengths(
             self.attention.device,
@@ -73,7 +76,7 @@ class FunctionPlan:
         )
         self.attention.plan_on_device(given, self.options, self.values)
         self._held = key
-        return self._used()
+        return self._used(owner)
 
     def on_host(self, key: Hashable, batch: Callable[[], tuple[Lengths, Pages]]) -> Attention:
         """The Attention with a plan of this batch; equal keys mean equal batches, None: never equal.
@@ -94,9 +97,13 @@ class FunctionPlan:
             self._held = key
         return self._used()
 
-    def _used(self) -> Attention:
+    def _used(self, owner: torch.Tensor | None = None) -> Attention:
         if is_capturing(self.attention.device):
-            _captured.add(self.attention)
+            if owner is None:
+                _captured.add(self.attention)
+            else:
+                _owned.difference_update([kept for kept in tuple(_owned) if kept[0].expired()])
+                _owned.add((StorageWeakRef(owner.untyped_storage()), self.attention))
         return self.attention
 
 

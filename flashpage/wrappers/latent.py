@@ -102,8 +102,8 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         q_data_type: Any = None,
         kv_data_type: Any = None,
         use_profiler: bool = False,
-        query_layout: str = "split",
-        kv_cache_layout: str = "split",
+        query_layout: str | None = "split",
+        kv_cache_layout: str | None = "split",
         lse_mode: str | None = None,
         output_dtype: Any = None,
         output_scale: str = "none",
@@ -143,7 +143,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             q_data_type, kv_data_type, output_dtype: types of q (None: float16), of the latent rows and of the output
                 (None: q's). Rows of float8_e4m3fn have scales, which are given at run.
             query_layout, kv_cache_layout: "packed": runs get one tensor, or two that are views of one, side by side;
-                "split": one or two.
+                "split" or None: one or two.
             lse_mode: of the LSEs of runs: "base2", "basee", or "none": runs return none, unless csr's arrays are given
                 in place of `metadata`; None: base 2, or as a run says.
             use_profiler: whether runs may get a `profiler_buffer`.
@@ -189,8 +189,9 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         enable_pdl = None if enable_pdl is None else checks.flag("enable_pdl", enable_pdl)
         if output_dtype is not None:
             output_dtype = checks.dtype("output_dtype", output_dtype)
-        checks.choice("query_layout", query_layout, _LAYOUTS)
-        checks.choice("kv_cache_layout", kv_cache_layout, _LAYOUTS)
+        for name, layout in (("query_layout", query_layout), ("kv_cache_layout", kv_cache_layout)):
+            if layout is not None:  # any
+                checks.choice(name, layout, _LAYOUTS)
         if lse_mode is not None:
             checks.choice("lse_mode", lse_mode, _LSE_MODES)
         given = _by_position(flat)

@@ -20,7 +20,9 @@ class RunContract(NamedTuple):
     packed_cache: bool
 
     @staticmethod
-    def of(use_sinks: bool, lse_mode: str | None, layouts: tuple[str, str], *, is_flat_csr: bool) -> RunContract | None:
+    def of(
+        use_sinks: bool, lse_mode: str | None, layouts: tuple[str | None, str | None], *, is_flat_csr: bool
+    ) -> RunContract | None:
         """The declarations that a run may break, or None. Arrays of `csr` as arguments of plan, FlashInfer's former
         form, have lse_mode="none" for runs with an LSE, too."""
         if lse_mode == "basee" or (lse_mode == "none" and is_flat_csr):

@@ -76,6 +76,19 @@ def test_it_is_computed_once_and_only_if_it_is_used(times: list[int]) -> None:
     assert len(times) == 1
 
 
+def test_autocast_and_inference_mode_of_a_reader_change_nothing() -> None:
+    given = inputs()
+    given = (given[0] * 4, *given[1:])
+    exact = call(*given).clone()
+    with torch.autocast(given[0].device.type, torch.bfloat16):
+        assert torch.equal(call(*given).clone(), exact)
+    found = call(*given)
+    with torch.inference_mode():
+        found.clone()
+    found.mul_(2)
+    assert torch.equal(found + 0, exact * 2)
+
+
 USES: dict[str, Callable[[Any], Any]] = {
     "arithmetic": lambda m: 1 - m * 2,
     "index": lambda m: m[0, 1:],

@@ -132,6 +132,12 @@ def test_metadata_of_a_step_that_begins_later(planned: list[bool]) -> None:
     meta.tile_scheduler_metadata, meta.num_splits = torch.zeros(9, 8).int(), None
     with pytest.raises(RunError, match="^tile_scheduler_metadata of the metadata was written: assign get_mla_decoding"):
         flash_mla.flash_mla_with_kvcache(**given)
+    meta.tile_scheduler_metadata, meta.num_splits = flash_mla.get_mla_decoding_metadata(
+        given["cache_seqlens"], HEADS, 1
+    )
+    meta.tile_scheduler_metadata.copy_(meta.tile_scheduler_metadata.clone())  # of the same step, as far as can be seen
+    with pytest.raises(RunError, match="^tile_scheduler_metadata of the metadata was written"):
+        flash_mla.flash_mla_with_kvcache(**given)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ def test_tensors_together_and_apart() -> None:
     wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS)
     apart = wrapper.run(*(part.clone() for part in batch.parts()))
     assert torch.equal(together, views) and torch.equal(together, apart)
+    wrapper.plan(metadata=batch.csr(), **SIZES, **OPTIONS, query_layout=None, kv_cache_layout=None)  # any
+    assert torch.equal(wrapper.run(query=batch.q, kv_cache=batch.cache), together)
     q_nope, q_pe, _, _ = batch.parts()
     assert torch.equal(wrapper.run(q_nope, q_pe, kv_cache=batch.cache), together)
     negative = torch._neg_view(q_pe)  # next to q_nope, too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ pytest.importorskip("transformers")
 import transformers
 from hf_graphs import HAS_TABLES, planned_by_the_host, resolved, use_graphs
 from hf_models import MODELS, batch_options, greedy, left_padded, make_model, prompts_of
-from transformers.generation.continuous_batching import initialization
+from transformers.generation.continuous_batching import initialization, model_runner
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from flashpage import hf
@@ -22,6 +23,7 @@ from flashpage.base.errors import RunError
 from flashpage.engines.transformers import batching, prompts
 from flashpage.engines.transformers.call import Call, Layer
 from flashpage.kernels import choose
+from flashpage.wrappers import function_plans
 from flashpage.wrappers.base import Attention
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
@@ -34,6 +36,31 @@ HAS_NAMES_OF_GRAPHS = hasattr(initialization, "get_accelerator_graph_name")  # o
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
     hf.register()
+
+
+def test_graphs_that_ended_keep_no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call has a manager with a thread, and so plans, of its own."""
+    model = make_model("llama")
+    model.set_attn_implementation(hf.NAME)
+    use_graphs(monkeypatch)
+    capture, captures = model_runner.ModelRunner._capture_graph, []
+
+    def seen(*args: Any) -> None:
+        captures.append(True)
+        capture(*args)
+        captures.clear()
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", seen)
+    monkeypatch.setattr(function_plans, "is_capturing", lambda device: bool(captures))
+    sizes = {"page_size": 8, "num_blocks": 12, "max_batch_tokens": 16, "max_requests_per_batch": 4}
+    graphs = {"use_cuda_graph": (True, True), "use_async_batching": False}
+    kept = []
+    for _ in range(5):
+        model.generate_batch(prompts_of(left_padded(LENGTHS)), **batch_options(4, **sizes, **graphs))
+        gc.collect()
+        attentions = {*function_plans._captured, *(attention for _, attention in function_plans._owned)}
+        kept.append(len(attentions))
+    assert kept[0] > 0 and kept[4] == kept[3] == kept[2]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek-v3"])
@@ -101,7 +128,7 @@ def test_nothing_is_copied_to_the_host(window: int, monkeypatch: pytest.MonkeyPa
     """Tensors without memory have no numbers that the host could read. Layers with a window gather."""
 
     class Planned:
-        def on_device(self, tables: Any, key: Any) -> Planned:
+        def on_device(self, tables: Any, key: Any, owner: Any) -> Planned:
             return self
 
         def run(self, q: torch.Tensor, pages: Any, out: torch.Tensor, sinks: None) -> None:
@@ -137,7 +164,7 @@ def test_the_kernel_is_a_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = torch.tensor([0, 30, 31, *[32] * 30]).int()
     q, k, v = torch.randn(3, 1, 2, 32, 16)
     pages = (k[0].transpose(0, 1).unsqueeze(1), v[0].transpose(0, 1).unsqueeze(1))
-    prompts.attend(layer, "any", q, pages, (ends, ends), None)
+    prompts.attend(layer, "any", q, pages, (ends, ends), None, ends.clone())
     assert chosen_for == [(1, 32)]
 
 

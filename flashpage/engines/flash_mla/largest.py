@@ -75,9 +75,10 @@ class MaxLogits(torch.Tensor):
 
     def computed(self) -> torch.Tensor:
         """The numbers, in a tensor of torch's own class; each call returns the same one."""
-        with torch.no_grad():
-            scores = self._scores
-            if scores is not None:
+        scores = self._scores
+        if scores is not None:
+            device = scores.query.device.type
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
                 largest, lse = self._checked(scores)
                 if not self._is_captured:
                     _compare(lse, scores.lse * LN_2)

@@ -97,7 +97,8 @@ def get_mla_decoding_metadata(
     checks.flag("use_legacy", use_legacy, RunError)
     step = object()
     shapes = (1, _COLUMNS), (len(lengths) + 1,)
-    found = [torch.zeros(shape, dtype=torch.int32, device=lengths.device) for shape in shapes]
+    with torch.inference_mode(False):  # torch counts writes to such tensors everywhere
+        found = [torch.zeros(shape, dtype=torch.int32, device=lengths.device) for shape in shapes]
     for tensor in found:
         setattr(tensor, _STEP, step)
     return found[0], found[1]
@@ -124,7 +125,7 @@ def take(meta: Any, num_splits: Any, config: FlashMLASchedMeta.Config) -> None:
 def _check_assigned(meta: FlashMLASchedMeta, batch: int) -> None:
     """Refuses tensors of another scheduler, as they would not decide where requests are cut."""
     for name, value in (("tile_scheduler_metadata", meta.tile_scheduler_metadata), ("num_splits", meta.num_splits)):
-        if value is not None and not hasattr(value, _STEP):
+        if value is not None and (not hasattr(value, _STEP) or value._version):
             raise RunError(
                 f"{name} of the metadata was written: assign get_mla_decoding_metadata's result itself, or leave it "
                 "None, as flashpage has plans of its own; enable_batch_invariant=True cuts no request."

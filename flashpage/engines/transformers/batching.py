@@ -50,7 +50,7 @@ def attend(
         )
     if cache is None:
         joined = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-        return _gathered(layer, layer.window_left, query, (key, value), joined, stays_on_device)
+        return _gathered(layer, layer.window_left, query, (key, value), joined, stays_on_device, kwargs["write_index"])
     is_newer = hasattr(cache, "layer_to_allocator")  # from transformers 5.18 on
     layer_type, group, slots = (_slots_of if is_newer else _slots_of_older)(cache, index)
     kv_ends = kwargs["cu_seq_lens_k"]
@@ -65,13 +65,13 @@ def attend(
                 key, value, layer_idx=index, read_index=kwargs["read_index"], write_index=kwargs["write_index"]
             )
             key, value = (t.transpose(0, 1).unsqueeze(0) for t in rows)
-        return _gathered(layer, layer_type, query, (key, value), ends, stays_on_device)
+        return _gathered(layer, layer_type, query, (key, value), ends, stays_on_device, kwargs["write_index"])
     slots.keys.index_copy_(0, write, key[0].transpose(0, 1).unsqueeze(1))
     slots.values.index_copy_(0, write, value[0].transpose(0, 1).unsqueeze(1))
     # No request has earlier tokens, so there is nothing to read.
     indices = read if read.numel() else write
     if stays_on_device:
-        return prompts.attend(layer, group, query, slots, ends, indices)
+        return prompts.attend(layer, group, query, slots, ends, indices, kwargs["write_index"])
     return _paged(layer, query, slots, group, indices, ends)
 
 
@@ -87,12 +87,13 @@ def _gathered(
     pair: tuple[torch.Tensor, torch.Tensor],
     ends: tuple[torch.Tensor, torch.Tensor],
     stays_on_device: bool,
+    write: Any,
 ) -> torch.Tensor:
     """Attention over gathered keys and values. `kind`: of layers with equal lengths."""
     if not stays_on_device:
         return packed(layer, query, *pair, ends)
     rows = _Slots(*(t[0].transpose(0, 1).unsqueeze(1) for t in pair))
-    return prompts.attend(layer, kind, query, rows, ends, None)
+    return prompts.attend(layer, kind, query, rows, ends, None, write)
 
 
 def _paged(

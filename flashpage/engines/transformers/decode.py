@@ -89,6 +89,6 @@ def attend(
     else:
         arguments = call.arguments(page_size, layer.window_left, has_mask=False)
         tables = tables._replace(q_indptr=step.rows, max_rows=len(q))
-    attention = plan_of(q.device, "NHD", arguments).on_device(tables, step)
+    attention = plan_of(q.device, "NHD", arguments).on_device(tables, step, ends)
     out: torch.Tensor = attention.run(q, pages, sinks=layer.sinks)
     return out.unsqueeze(0)

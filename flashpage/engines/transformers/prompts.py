@@ -89,6 +89,7 @@ def attend(
     pages: tuple[torch.Tensor, torch.Tensor],
     ends: Ends,
     slots: torch.Tensor | None,
+    write: Any,
 ) -> torch.Tensor:
     """Attention of requests joined in one row.
 
@@ -98,6 +99,7 @@ def attend(
         pages: keys and values [slots of the cache, 1, num_kv_heads, dim], pages of one token.
         ends: where each request's rows and tokens end, [requests + 1]; padding has neither.
         slots: of all tokens, request after request; None: 0, 1, 2, ...
+        write: write_index; its memory, which no plan holds, lives as long as the graphs of its manager.
 
     Returns:
         [1, rows, num_q_heads, dim_vo], zeros for padding.
@@ -107,7 +109,8 @@ def attend(
     # Most requests of a graph's shape are padding or have one row; the kernel is the one for a prompt of all rows.
     tables = Tables(step.seq_lens, step.table, step.q_indptr, len(q), step.begins, typical_requests=1)
     arguments = layer.call.arguments(1, layer.window_left, has_mask=False)
-    attention = plan_of(q.device, "NHD", arguments).on_device(tables, step)
+    owner = write if isinstance(write, torch.Tensor) else write[0]
+    attention = plan_of(q.device, "NHD", arguments).on_device(tables, step, owner)
     out = q.new_zeros(*q.shape[:2], layer.call.head_dim_vo)  # rows of no request are not written
     attention.run(q, (pages[0], pages[1]), out, sinks=layer.sinks)
     return out.unsqueeze(0)
