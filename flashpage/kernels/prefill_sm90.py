@@ -42,7 +42,7 @@ class _ShortTile:
     """The tokens of a tile for rows that see few, of one pair of head dims (docs/tried.md)."""
 
     tokens: int
-    most_seen: float  # tokens that a row sees, on average
+    most_seen: float  # tokens that a row sees, on average; 0: only windows take the tile
     most_in_window: int  # tokens that the rows of a unit see if there is a window; 0: no limit by windows
     most_of_few: float = 0.0  # as most_seen, if packed rows make at most two units for each SM
 

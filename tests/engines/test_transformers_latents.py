@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from hf_models import VOCABULARY, greedy, left_padded, make_kimi, make_model
+from hf_models import after_one_prompt, greedy, left_padded, make_kimi, make_model
 
 from flashpage import CapabilityError, RunError, hf
 from flashpage.engines.transformers import latents
@@ -83,15 +82,7 @@ def test_kimi_has_a_text_model_of_the_same_layers() -> None:
 def test_a_prompt_is_computed_once(models: tuple[Any, Any]) -> None:
     """Several rows a request attend to rows that are cached; copies of a cache go their own ways."""
     model, eager = models
-    prompt = left_padded([18])["input_ids"]
-    ends = torch.randint(1, VOCABULARY, (3, 4), generator=torch.Generator().manual_seed(5))
-    prefix = hf.PagedCache(model.config, page_size=4)
-    with torch.no_grad():
-        model(input_ids=prompt, past_key_values=prefix)
-    cache = copy.deepcopy(prefix)
-    cache.batch_repeat_interleave(3)
-    ids = torch.cat([prompt.repeat(3, 1), ends], dim=1)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    cache, inputs = after_one_prompt(model)
     assert torch.equal(greedy(model, inputs, 9, past_key_values=cache), greedy(eager, inputs, 9))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import transformers
 from transformers.generation import ContinuousBatchingConfig
+
+from flashpage import hf
 
 VOCABULARY = 128
 _SIZES = {
@@ -120,3 +123,16 @@ def batch_options(new_tokens: int, page_size: int, **options: Any) -> dict[str, 
         ),
         "continuous_batching_config": ContinuousBatchingConfig(max_memory_percent=0.5, **pages, **options),
     }
+
+
+def after_one_prompt(model: Any) -> tuple[hf.PagedCache, dict[str, torch.Tensor]]:
+    """A cache of three requests that share a prompt, which was computed once, and the inputs that go on from it."""
+    prompt = left_padded([18])["input_ids"]
+    ends = torch.randint(1, VOCABULARY, (3, 4), generator=torch.Generator().manual_seed(5))
+    prefix = hf.PagedCache(model.config, page_size=4)
+    with torch.no_grad():
+        model(input_ids=prompt, past_key_values=prefix)
+    cache = copy.deepcopy(prefix)
+    cache.batch_repeat_interleave(3)
+    ids = torch.cat([prompt.repeat(3, 1), ends], dim=1)
+    return cache, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
