@@ -52,6 +52,7 @@ TITLES = {  # sections in the order of the page
     "parallel": "Decode over a context that lies on several cards",
     "ranks": "Engines of several ranks, and with other options, next to others",
     "growth": "Memory after many requests",
+    "case-table": "The case table with the tiles and plans of other cards",
 }
 
 
@@ -311,6 +312,18 @@ def shares_table(lines: list[Line], of: str, words: str) -> str:
     return f"{words}\n\n{table(['case', *names], rows)}"
 
 
+def case_table(lines: list[Line]) -> str:
+    """Outcomes of the case table under profiles of cards."""
+    header = ["planned as", "kernels by", "cases that passed", "failed", "largest error"]
+    header += [f"largest share of the limit of {what}" for what in ("a row", "an element", "an LSE")]
+    rows = []
+    for line in lines:
+        shares = [f"{share:.2f}" for share in line["shares"].values()]
+        failed = ", ".join(line["failed"]) or "none"
+        rows.append([line["case"], line["compiler"], line["passed"], failed, f"{line['frobenius']:.1e}", *shares])
+    return table(header, rows)
+
+
 TABLES = {  # of other sections: card_table
     "sweep": sweep_table,
     "mixed": mixed_table,
@@ -334,4 +347,5 @@ TABLES = {  # of other sections: card_table
     "parallel": parallel_table,
     "ranks": ranks_table,
     "growth": growth_table,
+    "case-table": case_table,
 }

@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +27,8 @@ from cases.variants import VARIANTS
 from comparison import GUARD_BYTES, GUARD_VALUE, Outputs, Report, compare
 from inputs import Inputs, is_ragged, make_inputs, out_scale, pack_bits, reference_states
 
+from flashpage.jit.compilers import find_compiler
+from flashpage.jit.targets import cuda_target, host_target
 from flashpage.kernels.context_classes import CLASSES, ContextClass
 from flashpage.kernels.context_lengths import ContextLengths
 
@@ -310,6 +314,26 @@ def run_case(case: Case, device: str, library: Any = None) -> Report:
     return report
 
 
+def record(path: str, reports: list[Report], failed: list[str]) -> None:
+    """Appends the outcome of a table to a file of results."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    from record import Recorder
+
+    recorder = Recorder(path)
+    planned_as = os.environ.get("FLASHPAGE_CARD", "")
+    recorder.run["card"] = recorder.run["card"].partition(", planned as ")[0]  # one table for all profiles
+    compiler = find_compiler(cuda_target(0) if torch.cuda.is_available() else host_target())
+    recorder.add(
+        "case-table",
+        planned_as or "itself",
+        compiler=compiler.name if compiler else "none",
+        passed=len(reports),
+        failed=failed,
+        frobenius=max((report.frobenius for report in reports), default=0.0),
+        shares={key: max((getattr(r, key) for r in reports), default=0.0) for key in ("row", "element", "lse")},
+    )
+
+
 def main() -> int:
     """Runs cases without pytest: one line a case, and a summary."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -318,6 +342,7 @@ def main() -> int:
     parser.add_argument("--select", default="", help="cases whose name contains this text")
     parser.add_argument("--only-prebuild", action="store_true", help="compile the kernels of the cases and run none")
     parser.add_argument("--no-prebuild", action="store_true", help="compile kernels one by one, as cases need them")
+    parser.add_argument("--json", help="append one line for the table to this file (docs/figures.py reads it)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the references are small
     from cases import CASES, REDUCED
@@ -330,16 +355,19 @@ def main() -> int:
         print(f"{prebuild(cases, arguments.device)} kernels in {time.perf_counter() - start:.1f} s", flush=True)
     if arguments.only_prebuild:
         return 0
-    failed = []
+    failed, reports = [], []
     for case in cases:
         start = time.perf_counter()
         try:
-            outcome = f"ok    {run_case(case, arguments.device)}"
+            reports.append(run_case(case, arguments.device))
+            outcome = f"ok    {reports[-1]}"
         except Exception as error:
             failed.append(case.name)
             outcome = f"FAIL  {type(error).__name__}: {error}"
         print(f"{case.name:32} {time.perf_counter() - start:6.2f} s  {outcome}", flush=True)
     print(f"{len(cases) - len(failed)} of {len(cases)} cases pass on {arguments.device}; failed: {failed}")
+    if arguments.json:
+        record(arguments.json, reports, failed)
     return int(bool(failed))
 
 
