@@ -33,6 +33,7 @@ TITLES = {  # sections in the order of the page
     "formats": "Caches of 4 and 8 bits",
     "mla": "Latent rows (MLA)",
     "more-mla": "Latent rows (MLA), other shapes",
+    "mla-fp8": "Latent rows (MLA) in fp8, by pages",
     "expanded": "Prompts over expanded latent rows",
     "sparse": "Latent rows of 656 bytes, by lists of tokens and by pages",
     "e4m3-forms": "Prefill over an e4m3 cache, in four forms",

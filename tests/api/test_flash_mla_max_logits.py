@@ -26,9 +26,9 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dtype = torch.float32 if torch.get_default_device().type == "cpu" else torch.bfloat16
     torch.manual_seed(1)
     q, kv = torch.randn(ROWS, HEADS, CKV + KPE).to(dtype), torch.randn(TOKENS, 1, CKV + KPE).to(dtype)
-    lists = torch.stack([torch.randperm(TOKENS - 1)[:TOPK] for _ in range(ROWS)]).int().unsqueeze(1)
+    lists = torch.stack([torch.randperm(TOKENS - 2)[:TOPK] + 1 for _ in range(ROWS)]).int().unsqueeze(1)
     lists[0, 0, 3], lists[1, 0, 0], lists[3, 0] = -1, TOKENS + 5, -1
-    kv[-1] = math.nan  # in no list
+    kv[0] = kv[-1] = math.nan  # in no list
     return q, kv, lists, torch.tensor(LENGTHS).int()
 
 
@@ -50,8 +50,8 @@ def call(q: Any, kv: Any, lists: Any, lengths: Any, **options: Any) -> Any:
 def times(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each time that scores are computed from here on."""
     found: list[int] = []
-    original = largest.Scores.largest
-    monkeypatch.setattr(largest.Scores, "largest", lambda scores: found.append(1) or original(scores))
+    original = largest.Scores.maxima
+    monkeypatch.setattr(largest.Scores, "maxima", lambda scores: found.append(1) or original(scores))
     return found
 
 
@@ -87,6 +87,18 @@ def test_autocast_and_inference_mode_of_a_reader_change_nothing() -> None:
         found.clone()
     found.mul_(2)
     assert torch.equal(found + 0, exact * 2)
+
+
+@pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_large_products_that_cancel_are_not_refused(dtype: torch.dtype) -> None:
+    """Scores far smaller than their products, whose sums a kernel rounds in another order than torch."""
+    q, kv, lists, lengths = inputs()
+    half = (CKV + KPE) // 2
+    q[..., half:], kv[..., half:] = q[..., :half].flip(-1), -kv[..., :half].flip(-1)
+    q, kv = (q * 3000).to(dtype), (kv * 3000).to(dtype)
+    found, exact = call(q, kv, lists, lengths).clone().double(), expected(q, kv, lists, lengths)
+    torch.testing.assert_close(found, exact, atol=3000**2 * (CKV + KPE) * SCALE * 2**-19, rtol=0)
 
 
 USES: dict[str, Callable[[Any], Any]] = {

@@ -29,6 +29,7 @@ from workloads import (
     FP8_KV,
     FP8_PREFILL,
     MLA,
+    MLA_FP8,
     MORE_DECODE,
     MORE_MLA,
     MORE_PREFILL,
@@ -52,6 +53,7 @@ SECTIONS: dict[str, Sequence[Case]] = {
     "fp8-prefill": FP8_PREFILL,
     "mla": MLA,
     "more-mla": MORE_MLA,
+    "mla-fp8": MLA_FP8,
     "expanded": EXPANDED,
 }
 LIBRARIES: dict[str, Any] = {**PEERS, **LATENT_PEERS}  # of all sections
@@ -136,8 +138,7 @@ def rounds_of(
 
 def work(case: Case) -> tuple[int, int]:
     """Bytes that a case must move, and its floating-point operations."""
-    element = case.kv_dtype.itemsize
-    kv_bytes = sum(case.kv_lens) * case.token_elements * element
+    kv_bytes = sum(case.kv_lens) * case.token_bytes
     q_bytes = sum(case.q_lens) * case.num_q_heads * case.columns * 2
     visible = sum(case.visible(q, kv) for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
     return kv_bytes + q_bytes, 2 * case.num_q_heads * case.columns * visible

@@ -37,6 +37,7 @@ BENCHMARKS = {
     "trace": Benchmark(("trace.py",), "when the CTAs of a decode launch start, load, compute and end", needs_gpu=True),
     "load": Benchmark(("load_bench.py",), "how fast the decode kernel's loaders read alone (Hopper)", needs_gpu=True),
     "mla": Benchmark(("gpu.py", "mla"), "decode over latent rows on the GPU, against the peers", needs_gpu=True),
+    "mla-fp8": Benchmark(("gpu.py", "mla-fp8"), "the same in fp8, in three formats of rows", needs_gpu=True),
     "sparse": Benchmark(("sparse.py",), "lists of latent rows, in bf16 and in 656 bytes", needs_gpu=True),
     "sparse-calls": Benchmark(("sparse_calls.py",), "sparse prefill, and DeepSeek V4's decode", needs_gpu=True),
     "e4m3-forms": Benchmark(("e4m3_forms.py",), "prefill over e4m3 caches in four forms", needs_gpu=True),

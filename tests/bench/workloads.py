@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from latent_stores import ROW_BYTES, SCALE_COLUMNS
 from torch import Tensor
 
 from flashpage.cli.values import distribution
@@ -114,6 +115,11 @@ class Case:
         """Elements of the cache for one token."""
         return self.num_kv_heads * self.columns
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the cache for one token."""
+        return self.token_elements * self.kv_dtype.itemsize
+
     def shrunk(self) -> Case:
         """This case in a size that a CPU runs at once, to check the benchmark itself."""
         batch = min(self.batch, 2)
@@ -137,6 +143,8 @@ class LatentCase(Case):
     head_dim: int = 576
     head_dim_vo: int = 512
     page_size: int = 64
+    # "": bf16; e4m3 with one scale (tensor) or a scale for 128 columns of a token (tokens); deepseek_v32: 656 bytes
+    row_format: str = ""
 
     def __post_init__(self) -> None:
         """latent_peers.py makes bf16 tensors and calls all libraries without these options."""
@@ -159,11 +167,17 @@ class LatentCase(Case):
 
     @property
     def unit(self) -> str:
-        return "gb_per_s" if self.q_len * self.num_q_heads <= 64 else "tflop_per_s"
+        return "gb_per_s" if self.q_len * self.num_q_heads <= (32 if self.row_format else 64) else "tflop_per_s"
 
     @property
     def token_elements(self) -> int:
         return self.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        scales = self.head_dim_vo // SCALE_COLUMNS * torch.float32.itemsize
+        sizes = {"": 2 * self.head_dim, "tensor": self.head_dim, "tokens": self.head_dim + scales}
+        return sizes.get(self.row_format, ROW_BYTES)
 
 
 DECODE = [
@@ -333,6 +347,40 @@ MORE_MLA = [  # other shapes, so that nothing is tuned to the table above alone
     LatentCase("16 heads, batch 64, context 4k, four rows", 64, 4, 4096, num_q_heads=16),
     LatentCase("16 heads, batch 64, context 4k, eight rows", 64, 8, 4096, num_q_heads=16),
     LatentCase("128 heads, batch 32, context 4k, four rows", 32, 4, 4096),
+]
+
+_FP8_ROWS = {"one scale": "tensor", "token scales": "tokens", "656 bytes": "deepseek_v32"}
+_FP8_SHAPES: dict[str, dict[str, Any]] = {
+    "context 4k": {"q_len": 1, "kv_len": 4096},
+    "context 8k": {"q_len": 1, "kv_len": 8192},
+    "context 4k, page 1": {"q_len": 1, "kv_len": 4096, "page_size": 1},
+    "context 4k, two rows": {"q_len": 2, "kv_len": 4096},
+    "context 4k, four rows": {"q_len": 4, "kv_len": 4096},
+}
+
+MLA_FP8 = [  # all tokens of a request, by pages
+    *(
+        LatentCase(f"{heads} heads, {what}, batch 64, {name}", 64, num_q_heads=heads, row_format=row_format, **shape)
+        for what, row_format in _FP8_ROWS.items()
+        for heads in (16, 32, 64, 128)
+        for name, shape in _FP8_SHAPES.items()
+    ),
+    LatentCase("V3.2, 128 heads, batch 1, context 128k", 1, 1, 131072, row_format="deepseek_v32"),
+    LatentCase("V3.2, 128 heads, batch 128, context 8k", 128, 1, 8192, row_format="deepseek_v32"),
+    LatentCase("V3.2 at TP8, batch 128, lognormal", 128, 1, 8192, "lognormal", 16, row_format="deepseek_v32"),
+    LatentCase("GLM-5, 64 heads, batch 32, context 32k", 32, 1, 32768, num_q_heads=64, row_format="deepseek_v32"),
+    LatentCase("GLM-5, 64 heads, batch 64, lognormal", 64, 1, 4096, "lognormal", 64, row_format="deepseek_v32"),
+    LatentCase("GLM-5 at TP8, batch 128, context 8k", 128, 1, 8192, num_q_heads=8, row_format="deepseek_v32"),
+    *(
+        LatentCase(
+            f"64 heads, no rotated columns, {what}, batch 64, context 4k",
+            *(64, 1, 4096),
+            num_q_heads=64,
+            head_dim=512,
+            row_format=row_format,
+        )
+        for what, row_format in list(_FP8_ROWS.items())[:2]
+    ),
 ]
 
 _EXPANDED: dict[str, Any] = {"head_dim": 192, "head_dim_vo": 128, "page_size": 0}

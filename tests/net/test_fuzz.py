@@ -15,6 +15,7 @@ from typing import Any
 
 import fuzz
 import fuzz_graphs
+import fuzz_latent
 import fuzz_states
 import fuzz_wrappers
 import pytest
@@ -52,7 +53,8 @@ def check_blocks(row: BlockCase, device: str) -> None:
 CHECKS: dict[type, Callable[[Any, str], Any]] = {Case: run_case, CascadeCase: check_cascade, BlockCase: check_blocks}
 STRATEGIES: list[Strategy] = [fuzz.cases, fuzz.cascades, fuzz.blocks, fuzz_graphs.graphs]
 STRATEGIES += [fuzz_wrappers.pods, fuzz_wrappers.mixed, fuzz_wrappers.matrices, fuzz_wrappers.variable_matrices]
-STRATEGIES += [fuzz_states.appends, fuzz_states.merges, fuzz_wrappers.latents]
+STRATEGIES += [fuzz_states.appends, fuzz_states.merges]
+STRATEGIES += [fuzz_latent.latents, fuzz_latent.two_caches, fuzz_latent.latent_graphs]
 SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.08")) * 60  # of all strategies that run
 
 KEPT: list[Any] = [
@@ -65,6 +67,18 @@ KEPT: list[Any] = [
         window_left=0,
         position="ROPE_LLAMA",
         outputs="returned",
+    ),
+    # Right, but taken for an output that was rounded to 16 bits: it is the value of one token, as it was read.
+    fuzz_latent.LatentRow(
+        Case(
+            *("one-token-out", "fp32 outputs over e4m3 rows, a row that sees one token", (1,), (1,), "latent", 1, 1),
+            *(576, 512),
+            kv_dtype="float8_e4m3fn",
+            o_dtype="float32",
+            row_format="tokens-uneven",
+            sm_scale=192**-0.5,
+        ),
+        name="one-token-out",
     ),
 ]
 

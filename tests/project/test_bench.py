@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import programs
 import pytest
+import torch
 
 from flashpage import jit
 from flashpage.jit import compilers
@@ -33,6 +34,7 @@ PROGRAMS = [  # program and arguments, and a line that it prints
     (("gpu.py", "fp8-kv", "--only", "e4m3 KV, 1 x", *SMALL), "| e4m3 KV, 1 x 32k | flashpage |"),
     (("gpu.py", "mla", "--only", "16 heads, batch 16", *SMALL), "| 16 heads, batch 16, context 2k | flashpage |"),
     (("gpu.py", "more-mla", "--only", "24 heads", *SMALL), "| 24 heads, batch 64, context 4k | flashpage |"),
+    (("gpu.py", "mla-fp8", "--only", "32 heads", *SMALL), "| 32 heads, 656 bytes, batch 64, context 4k, four rows |"),
     (("gpu.py", "expanded", "--only", "16 heads, 4 x", *SMALL), "| 192/128, 16 heads, 4 x 4k | flashpage |"),
     (("gpu.py", "prefill", "--only", "append 8", *SMALL), "| append 8 rows on 8k, 32 requests | flashpage |"),
     (("counters.py", "--case", "d 64, batch 64, context 4k", "--small", "--device", "cpu"), "| time us |"),
@@ -255,6 +257,39 @@ def test_latent_cases_refuse_what_no_library_is_given(bench_path: None) -> None:
     assert LatentCase("one", 1, 1, 64, num_q_heads=16, page_size=1).shrunk().kv_len == 48
     with pytest.raises(ValueError, match="^has_sinks=True is not timed over latent rows: leave it out"):
         LatentCase("one", 1, 1, 64, has_sinks=True)
+
+
+def test_bytes_of_latent_rows(bench_path: None) -> None:
+    """The bytes that rates count are those that a cache holds for a token, its scales included."""
+    from latent_peers import LatentBatch
+    from workloads import MLA, MLA_FP8
+
+    assert len({case.name for case in MLA_FP8}) == len(MLA_FP8)
+    sizes = {"": 1152, "tensor": 576, "tokens": 576 + 16, "deepseek_v32": 656}
+    cases = {case.row_format: case for case in (*MLA[::-1], *MLA_FP8[::-1]) if case.num_q_heads == 16}
+    assert set(cases) == set(sizes)
+    for name, case in cases.items():
+        batch = LatentBatch(case.shrunk(), torch.device("cpu"))
+        scales = batch.store.token_scales
+        held = [batch.cache] if scales is None else [batch.cache, scales]
+        tokens = batch.table.num_pages * case.page_size
+        assert case.token_bytes == sizes[name] == sum(part.nbytes for part in held) / tokens, name
+
+
+def test_lists_of_latent_rows(bench_path: None) -> None:
+    """FlashMLA reads rows of 656 bytes by lists, of the tokens that each row sees."""
+    from latent_peers import LatentBatch
+    from workloads import LatentCase
+
+    batch = LatentBatch(LatentCase("two rows", 2, 2, 70, "one-long", num_q_heads=1), torch.device("cpu"))
+    lists = batch.lists()
+    assert lists.shape == (2, 2, -(-max(batch.kv_lens) // 64) * 64) and lists.dtype == torch.int32
+    for i, length in enumerate(batch.kv_lens):
+        pages = batch.table.indices[slice(*batch.table.indptr[i : i + 2].tolist())]
+        slots = (pages[:, None] * 64 + torch.arange(64)).flatten()
+        for row in range(2):
+            seen = length - 1 + row
+            assert torch.equal(lists[i, row, :seen], slots[:seen].int()) and bool((lists[i, row, seen:] == -1).all())
 
 
 def test_a_step_of_an_engine(bench_path: None) -> None:

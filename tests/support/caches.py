@@ -106,6 +106,10 @@ FORMS: dict[str, Form] = {
         lambda s, layout: tuple(_box(s, layout, dim + 8) for dim in (s.dim_k, s.dim_v)),
         lambda b, s, layout: (b[0][..., : s.dim_k], b[1][..., : s.dim_v]),
     ),
+    "odd_rows": Form(  # rows that begin on any element, on the CPU
+        lambda s, layout: (_box(s, layout, s.dim_k + 3), _box(s, layout, s.dim_v + 5)),
+        lambda b, s, layout: (b[0][..., : s.dim_k], b[1][..., : s.dim_v]),
+    ),
     "odd_page": Form(_two_boxes, _odd(1)),
     "odd_head": Form(_two_boxes, _odd(2)),
     "tuple_3d": Form(_two_boxes, _as_is, _without_tokens),

@@ -18,7 +18,6 @@ from reference import attention
 
 import flashpage
 from flashpage import pod, sparse
-from flashpage.kernels.latent_formats import PACKED
 
 WORKSPACE_BYTES = 64 << 20
 _HEADS = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))  # query heads of a KV head, KV heads
@@ -294,38 +293,3 @@ def variable_matrices(draw: st.DrawFn, chosen: list[Format]) -> VariableRow:
     return VariableRow(
         rows, columns, draw(st.integers(0, 9)), Case("fuzz", "drawn", (), (), **form, **heads, **options)
     )
-
-
-# ---------------------------------------------------------------- latent rows
-
-
-# Formats of rows, and their columns.
-_LATENT_ROWS: list[dict[str, Any]] = [
-    *({"head_dim": qk, "head_dim_vo": vo, "row_format": ""} for qk, vo in ((576, 512), (320, 256))),
-    *({"head_dim": 576, "head_dim_vo": 512, "row_format": name} for name in ("numbers", "tokens")),
-    *(
-        {"head_dim": sum(packed.head_dims), "head_dim_vo": packed.head_dims[0], "row_format": name} | where
-        for name, packed in PACKED.items()
-        for where in ([{"cache": "tuple", "page_size": size} for size in (16, 64)] if packed.by_page else [{}])
-    ),
-]
-
-
-@st.composite
-def latents(draw: st.DrawFn, chosen: list[Format]) -> Case:
-    """A row for tests/support/harness.py; formats of its own, as K is one head that V shares."""
-    count, heads = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3, 16, 20, 64, 128]))
-    q_lens = draw(st.lists(st.sampled_from([0, 1, 1, 2, 17]), min_size=count, max_size=count))
-    q_lens, kv_lens = small(tuple(q_lens), draw(lengths(count, 400)), heads)
-    selected = draw(st.sampled_from(["", "", "padded", "lengths"]))
-    options = {"causal": draw(st.booleans()) and not selected, "selected": selected}
-    options |= {"q_strides": draw(st.sampled_from(["contiguous", "split"])), "sinks": draw(st.booleans())}
-    options |= {"page_size": draw(st.sampled_from([1, 3, 16, 64]))}
-    options["cache"] = draw(st.sampled_from(["interleaved", "tuple", "gapped"]))
-    options["outputs"] = draw(st.sampled_from(["given", "strided", "returned", "no_lse"]))
-    # Pieces of two pages of many heads would need a larger workspace than the harness has.
-    pages_of_piece = draw(st.sampled_from([0, 0, 2])) if heads <= 20 else 0
-    options |= {"fixed_split_size": pages_of_piece, "sm_scale": 192**-0.5, "num_q_heads": heads}
-    options |= draw(st.sampled_from(_LATENT_ROWS))
-    options["kv_dtype"] = "float8_e4m3fn" if options["row_format"] else ""
-    return Case("fuzz", "drawn", kv_lens, q_lens, "latent", num_kv_heads=1, **options)

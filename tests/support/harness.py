@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import format_rows
-import latent_rows
+import latent_runs
 import torch
 from caches import poison
 from cases.case import Case
@@ -44,8 +44,9 @@ WORKSPACE_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 class Runner:
     """One case on one device, through the wrapper or function that its entry names."""
 
-    def __init__(self, inputs: Inputs, device: str, library: Any) -> None:
+    def __init__(self, inputs: Inputs, device: str, library: Any, form: str = "csr") -> None:
         self.inputs, self.case, self.device, self.library = inputs, inputs.case, device, library
+        self.form = form  # of the batch over latent rows: of latent_runs.FORMS
         self.outputs: Outputs | None = None
 
     def run(self) -> Outputs:
@@ -207,45 +208,17 @@ class Runner:
         workspace = poison(
             torch.empty(WORKSPACE_BYTES[self.device.split(":")[0]], dtype=torch.uint8, device=self.device)
         )
-        options = {
-            "num_heads": case.num_q_heads,
-            "head_dim_ckv": case.value_dim,
-            "head_dim_kpe": case.head_dim - case.value_dim,
-            "page_size": case.page_size,
-            "sm_scale": case.score_scale,
-            "q_data_type": getattr(torch, case.q_dtype),
-            "kv_data_type": None if case.packed_format else getattr(torch, case.kv_type),
-            "kv_row_format": case.packed_format or None,
-            "output_dtype": case.o_dtype or None,
-            "fixed_split_size": case.fixed_split_size or None,
-            "disable_split_kv": case.disable_split_kv,
-        }
-        if case.selected:
-            assert inputs.masks is not None
-            wrapper = self.library.BatchMLASparseAttentionWrapper(workspace)
-            indices, lengths = latent_rows.lists(case, inputs.indptr, inputs.indices, inputs.masks)
-            wrapper.plan(indices.to(self.device), lengths, **options)
-        else:
-            wrapper = self.library.BatchMLAPagedAttentionWrapper(workspace)
-            poison(wrapper._int_workspace_buffer)
-            pages = (inputs.indptr, inputs.indices.to(self.device), torch.tensor(case.kv_lens))
-            metadata = self.library.MLAPlanMetadata.csr(inputs.qo_indptr, *pages)
-            wrapper.plan(metadata=metadata, causal=case.causal, **options)
-        q = self.q()
-        parts = [q[..., : case.value_dim], q[..., case.value_dim :]]
-        if case.q_strides == "split":
-            parts = [part.contiguous() for part in parts]
-        caches = [half.squeeze(2) for half in inputs.cache.argument(self.device)]
-        extra = latent_rows.run_arguments(case, inputs.cache, self.device)
-        if case.packed_format:
-            parts, caches, extra = [], [], {"query": q, "kv_cache": caches[0]}
+        masks = self._mask_arguments() if case.mask else {}
+        run = latent_runs.planned_run(inputs, self.form, self.device, workspace, masks)
+        given = latent_runs.query_arguments(case, self.q())
+        given |= latent_runs.cache_arguments(case, inputs.cache, self.device)
         if inputs.sinks is not None:
-            extra["sinks"] = inputs.sinks.to(self.device)
+            given["sinks"] = inputs.sinks.to(self.device)
         if case.outputs in ("given", "strided"):
-            given = self.make_outputs()
-            wrapper.run(*parts, *caches, out=given.out, lse=given.lse, return_lse=True, **extra)
-            return given
-        return self._outputs(wrapper.run(*parts, *caches, return_lse=case.outputs == "returned", **extra))
+            memory = self.make_outputs()
+            run(**given, out=memory.out, lse=memory.lse, return_lse=True)
+            return memory
+        return self._outputs(run(**given, return_lse=case.outputs == "returned"))
 
     def _run_single(self) -> Outputs:
         case = self.case
@@ -299,18 +272,18 @@ def contexts_of_plans(*, may_be_few: bool = True) -> Iterator[set[ContextClass]]
         yield found
 
 
-def run_case(case: Case, device: str, library: Any = None) -> Report:
+def run_case(case: Case, device: str, library: Any = None, form: str = "csr") -> Report:
     """Runs a case and compares it with the reference. On a card, cases with few rows have their own tiles and run again
-    with the usual ones."""
+    with the usual ones. `form`: of the batch over latent rows."""
     if library is None:
         import flashpage as library
     inputs = make_inputs(case)
     states = reference_states(inputs)
     with contexts_of_plans() as found:
-        report = compare(case, Runner(inputs, device, library).run(), states)
+        report = compare(case, Runner(inputs, device, library, form).run(), states)
     if ContextClass.FEW in found and device != "cpu":
         with contexts_of_plans(may_be_few=False):
-            report = compare(case, Runner(inputs, device, library).run(), states)
+            report = compare(case, Runner(inputs, device, library, form).run(), states)
     return report
 
 

@@ -59,7 +59,7 @@ def run_arguments(case: Case, cache: Cache, device: str) -> dict[str, Any]:
         return dict(_NUMBERS)
     if case.row_format == "tensors":
         return {name: torch.tensor([value], device=device) for name, value in _factors_of_tensors().items()}
-    if case.row_format != "tokens":
+    if not case.row_format.startswith("tokens"):
         return {}
     scales = Cache.make(
         "tuple", Shape(cache.shape.pages, case.page_size, 1, case.value_dim // 128, 0), "NHD", torch.float32
@@ -88,7 +88,7 @@ def _factors(case: Case, tokens: int) -> torch.Tensor:
     if numbers:
         factors[..., : case.value_dim], factors[..., case.value_dim :] = numbers["ckv_scale"], numbers["kpe_scale"]
         return factors
-    if case.row_format == "tokens":
+    if case.row_format.startswith("tokens"):
         factors[..., case.value_dim :] = 0.5
     blocks = _blocks(case, tokens).double()
     found = latent_formats.packed(case.packed_format)

@@ -145,6 +145,11 @@ def has_16_bits(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (counts.sum(-1) >= 16) & (16 * rounded.sum(-1) >= counts.sum(-1))
 
 
+def sees_one_token(expected: State) -> torch.Tensor:
+    """Which rows are the value of one token, [rows, num_q_heads]: only there a sum's parts are as large as the sum."""
+    return ((expected.spread - expected.out.abs()).abs() <= 1e-9 * expected.spread).all(-1)
+
+
 def _from_fp16(numbers: torch.Tensor) -> torch.Tensor:
     """The distance to the next number of fp16's 11 bits, which bf16's are among, in units of the last one."""
     bits = torch.frexp(numbers).mantissa * 2.0**11

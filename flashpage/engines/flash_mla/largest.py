@@ -16,7 +16,16 @@ from ...wrappers.lse_mode import LN_2
 from .sparse import Lists
 
 _MOST_ELEMENTS = 1 << 24  # of the tokens that are gathered at a time
-_NEAR, _RELATIVE = 2**-5, 2**-10  # LSEs of equal scores differ by less, on every kernel
+_NEAR, _RELATIVE = 2**-5, 2**-10  # LSEs of equal scores differ by less, on every kernel, apart from sums that cancel
+_ROUNDING = 2**-24  # of the largest sum that two rows of such lengths may have, for each of its products
+
+
+class Maxima(NamedTuple):
+    """What is known of the scores of each row of q and head, [rows, heads]."""
+
+    largest: torch.Tensor  # -inf without tokens
+    lse: torch.Tensor  # natural logarithms; -inf without tokens
+    rounding: torch.Tensor  # how far kernels may round a score: its products may be far larger than their sum
 
 
 class Scores(NamedTuple):
@@ -27,31 +36,32 @@ class Scores(NamedTuple):
     sm_scale: float
     lse: torch.Tensor  # [rows, heads], to base 2, which the caller does not have
 
-    def largest(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The maxima of the scores and their LSEs, natural logarithms; -inf without tokens; both [rows, heads]."""
+    def maxima(self) -> Maxima:
         rows, topk = self.lists.indices.shape
         tokens = self.lists.cache.squeeze(1)
-        shape = self.query.shape[:2]
-        found = tuple(torch.full(shape, -torch.inf, dtype=torch.float32, device=tokens.device) for _ in range(2))
+        empty = torch.full((3, *self.query.shape[:2]), -torch.inf, dtype=torch.float32, device=tokens.device)
+        found = Maxima(*empty)
         if topk == 0:
-            return found[0], found[1]
+            return found
         step = max(1, _MOST_ELEMENTS // (topk * tokens.shape[1]))
         for begin in range(0, rows, step):
-            scores = self._of_rows(slice(begin, begin + step), tokens)
-            found[0][begin : begin + step] = scores.amax(-1)
-            found[1][begin : begin + step] = scores.logsumexp(-1)
-        return found[0], found[1]
+            part = slice(begin, begin + step)
+            scores, found.rounding[part] = self._of_rows(part, tokens)
+            found.largest[part], found.lse[part] = scores.amax(-1), scores.logsumexp(-1)
+        return found
 
-    def _of_rows(self, rows: slice, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores [rows, heads, topk] in fp32; -inf where a list has no token."""
+    def _of_rows(self, rows: slice, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [rows, heads, topk] in fp32, -inf where a list has no token, and their rounding [rows, heads]."""
         indices = self.lists.indices[rows]
         hidden = indices < 0
         if self.lists.lengths is not None:
             entries = torch.arange(indices.shape[1], device=indices.device)
             hidden |= entries >= self.lists.lengths[rows, None]
-        read = tokens[indices.clamp(min=0).long()].float()
-        scores = torch.einsum("rhd,rtd->rht", self.query[rows].float(), read) * self.sm_scale
-        return scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
+        query, read = self.query[rows].float(), tokens[indices.clamp(min=0).long()].float()
+        scores = torch.einsum("rhd,rtd->rht", query, read) * self.sm_scale
+        longest = read.norm(dim=-1).masked_fill_(hidden, 0).amax(-1, keepdim=True)  # entries without a token may be NaN
+        rounding = query.norm(dim=-1) * longest * (abs(self.sm_scale) * query.shape[-1] * _ROUNDING)
+        return scores.masked_fill_(hidden.unsqueeze(1), -torch.inf), rounding
 
 
 class MaxLogits(torch.Tensor):
@@ -79,13 +89,13 @@ class MaxLogits(torch.Tensor):
         if scores is not None:
             device = scores.query.device.type
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
-                largest, lse = self._checked(scores)
+                found = self._checked(scores)
                 if not self._is_captured:
-                    _compare(lse, scores.lse * LN_2)
-                self._value, self._scores = largest * self._unit, None
+                    _compare(found, scores.lse * LN_2)
+                self._value, self._scores = found.largest * self._unit, None
         return self._value
 
-    def _checked(self, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    def _checked(self, scores: Scores) -> Maxima:
         if is_capturing(scores.query.device) != self._is_captured:
             was, now = ("in", "outside of") if self._is_captured else ("outside of", "in")
             raise RunError(
@@ -94,7 +104,7 @@ class MaxLogits(torch.Tensor):
             )
         if _versions_of(scores) != self._versions:
             raise _written()
-        return scores.largest()
+        return scores.maxima()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,9 +141,10 @@ def _versions_of(scores: Scores) -> tuple[int, ...]:
     return tuple(-1 if tensor.is_inference() else tensor._version for tensor in given)
 
 
-def _compare(found: torch.Tensor, expected: torch.Tensor) -> None:
+def _compare(found: Maxima, expected: torch.Tensor) -> None:
     """Refuses scores of other inputs than the call's, whose LSEs are known: torch does not see all writes."""
-    differs = (found - expected).abs() > _NEAR + _RELATIVE * expected.abs()  # False if one is no number
+    margin = _NEAR + _RELATIVE * expected.abs() + found.rounding
+    differs = (found.lse - expected).abs() > margin  # False if one is no number
     if bool(differs.any()):
         raise _written()
 
