@@ -59,6 +59,7 @@ TRANSPOSED_CASES = [
     latent_case("selected", "lists with gaps", (2, 1), (190, 70), selected="padded", sinks=True),
     latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), **_V32, **_LISTED),
     latent_case("v4", "rows of 584 bytes", (2,), (140,), **_V4, **_LISTED),
+    latent_case("v4-two", "in two caches", (2,), (140,), second_page=2, **_V4, **_LISTED),
     latent_case("tokens", "scales of tokens, fp16", (1,), (170,), row_format="tokens", **_MISTRAL),
     latent_case("fp32", "fp32 outputs", (1,), (170,), o_dtype="float32"),
     latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
@@ -121,6 +122,16 @@ COLUMNS_CASES = [
         **_96_LISTED,
     ),
     latent_case("v4-turns", "rows of 584 bytes, fp16", (1, 1), (230, 400), q_dtype="float16", **_V4, **_40_LISTED),
+    latent_case("two-edges", "lists of two caches", _ONES, _EDGES, second_page=2, **_V4, **_96_LISTED),
+    latent_case(
+        "two-turns",
+        "lists of two caches, of known lengths",
+        (1, 1),
+        (230, 400),
+        second_page=16,
+        **_V4,
+        **_40_LISTED | {"selected": "lengths"},
+    ),
     latent_case(
         "tokens-fp16", "scales of tokens, two row tiles", (2,), (170,), row_format="tokens", **_ROWS_64, **_MISTRAL
     ),

@@ -203,7 +203,8 @@ class Runner:
         workspace = poison(
             torch.empty(WORKSPACE_BYTES[self.device.split(":")[0]], dtype=torch.uint8, device=self.device)
         )
-        options = {
+        second: dict[str, Any] = {}
+        options: dict[str, Any] = {
             "num_heads": case.num_q_heads,
             "head_dim_ckv": case.value_dim,
             "head_dim_kpe": case.head_dim - case.value_dim,
@@ -220,6 +221,10 @@ class Runner:
             assert inputs.masks is not None
             wrapper = self.library.BatchMLASparseAttentionWrapper(workspace)
             indices, lengths = latent_rows.lists(case, inputs.indptr, inputs.indices, inputs.masks)
+            if case.second_page:
+                two = latent_rows.two_lists(case, indices, lengths, inputs.cache.argument("cpu")[0].squeeze(2))
+                indices, lengths, second = two.first, two.first_lengths, {"extra_kv_cache": two.cache.to(self.device)}
+                options["extra_indices"], options["extra_topk_length"] = two.second.to(self.device), two.second_lengths
             wrapper.plan(indices.to(self.device), lengths, **options)
         else:
             wrapper = self.library.BatchMLAPagedAttentionWrapper(workspace)
@@ -234,7 +239,7 @@ class Runner:
         caches = [half.squeeze(2) for half in inputs.cache.argument(self.device)]
         extra = latent_rows.run_arguments(case, inputs.cache, self.device)
         if case.packed_format:
-            parts, caches, extra = [], [], {"query": q, "kv_cache": caches[0]}
+            parts, caches, extra = [], [], {"query": q, "kv_cache": caches[0], **second}
         if inputs.sinks is not None:
             extra["sinks"] = inputs.sinks.to(self.device)
         if case.outputs in ("given", "strided"):

@@ -120,6 +120,37 @@ struct LatentFormatOf<Traits, LatentFormat::deepseek_v4> {
   using type = DeepseekV4Latent<Traits>;
 };
 
+// A token's entry in the lists of a row over two caches; negative: there is none.
+FP_HOST_DEVICE i32 entry_of_lists(const AttentionParams& params, i64 row, i32 token) {
+  const SecondLists& second = params.second;
+  const i32 in_second = token - second.first_columns;
+  if (in_second < 0 && second.first_lengths && token >= second.first_lengths[row]) return -1;
+  return *(in_second < 0 ? params.kv_indices + (row * second.first_columns + token)
+                         : second.indices + (row * second.columns + in_second));
+}
+
+// One of two caches, as formats read it.
+struct ListedCache {
+  KvView k;
+  FastDiv page;
+};
+FP_HOST_DEVICE bool is_in_second(const AttentionParams& params, i32 token) {
+  return token >= params.second.first_columns;
+}
+FP_HOST_DEVICE ListedCache cache_of_token(const AttentionParams& params, i32 token) {
+  if (is_in_second(params, token)) return {params.second.k, params.second.page};
+  return {params.k, params.page};
+}
+
+// The parts of the token of an entry that is not negative.
+template <class Format>
+FP_HOST_DEVICE LatentParts parts_of_entry(const AttentionParams& params, i32 entry, i32 token) {
+  const ListedCache cache = cache_of_token(params, token);
+  u32 page, in_page;
+  cache.page.divmod(entry, page, in_page);
+  return Format::find(cache, CacheSlot{page, in_page});
+}
+
 template <class Traits>
 inline constexpr bool converts_latents = Traits::latent_format != LatentFormat::plain;
 

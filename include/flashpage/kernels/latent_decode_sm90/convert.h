@@ -115,8 +115,8 @@ struct LatentConvert {
   // Not a branch: the page number must have arrived on every path before the next one is looked up.
   FP_DEVICE Source find(const Position& at) const {
     const bool exists = at.found >= 0;
-    const CacheSlot slot = Rows(params, offset).slot(max_of(at.found, 0), exists ? at.token : 0);
-    const LatentParts parts = Format::find(params, slot);
+    const LatentParts parts =
+        Rows(params, offset).template parts<Format>(params, max_of(at.found, 0), exists ? at.token : 0);
     const u32 present = __ballot_sync(0xffffffff, exists) & ((1u << rows) - 1);
     return {reinterpret_cast<u64>(parts.quantised), reinterpret_cast<u64>(parts.rest),
             reinterpret_cast<u64>(parts.scales), present, at.is_slot};

@@ -47,7 +47,7 @@ struct LatentShared {
   static constexpr bool converts = converts_latents<Traits>;
   static constexpr int tokens = Traits::tile_kv;  // of one slot: rows of a product
   static constexpr int rows = Traits::tile_q;     // of a unit: columns of a product
-  static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
+  static constexpr bool is_selected = reads_lists<Traits::kv_source>;
   using Present = PresentTokens<Traits::kv_source>;
   // Tokens whose presence is noted together: the share of a loading warp.
   static constexpr int noted = tokens / (converts ? Warps::converters : Warps::slot_loaders);
