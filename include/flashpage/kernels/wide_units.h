@@ -91,21 +91,28 @@ struct WideUnits {
 
   // Goes through the plan. `load_query(place, use)` loads a unit's Q.
   FP_DEVICE void plan(auto&& load_query) const {
+    begin();
+    for (u32 use = 0;; ++use) {
+      shared.place_ring.wait_full(use);
+      const Place& place = shared.places[shared.place_ring.slot(use)].place;
+      if (place.done) return;
+      load_query(place, use);
+      publish_next(use);
+    }
+  }
+  // The parts of `plan`: publishes the first unit, and the one after `use`.
+  FP_DEVICE void begin() const {
     if (lane == 0) {
       shared.cursor.start(params.plan, blockIdx.x / Traits::ctas);
       publish(0);
       stamp<Traits>(params, Stamp::plan_known);
     }
     __syncwarp();
-    for (u32 use = 0;; ++use) {
-      shared.place_ring.wait_full(use);
-      const Place& place = shared.places[shared.place_ring.slot(use)].place;
-      if (place.done) return;
-      load_query(place, use);
-      __syncwarp();
-      if (lane == 0) publish(use + 1);
-      __syncwarp();
-    }
+  }
+  FP_DEVICE void publish_next(u32 use) const {
+    __syncwarp();
+    if (lane == 0) publish(use + 1);
+    __syncwarp();
   }
 
  private:
