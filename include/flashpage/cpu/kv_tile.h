@@ -55,8 +55,11 @@ template <class Traits>
 void locate_entries(const AttentionParams& params, const WorkItem& item, KvTile<Traits>& tile) {
   using Format = typename LatentFormatOf<Traits, Traits::latent_format>::type;
   __builtin_memset(tile.exists, 0, sizeof tile.exists);
+  const i32 first_length = first_list_length(params, item.q_begin);
   for (i32 i = 0; i < tile.count; ++i) {
-    const i32 token = tile.begin + i, entry = entry_of_lists(params, item.q_begin, token);
+    const i32 token = tile.begin + i;
+    const bool is_used = token < first_length || is_in_second(params, token);
+    const i32 entry = is_used ? *entry_of_lists(params, item.q_begin, token) : -1;
     tile.exists[i / num_lanes] |= u32{entry >= 0} << i % num_lanes;
     tile.parts[i] = entry >= 0 ? parts_of_entry<Format>(params, entry, token) : LatentParts{};
   }

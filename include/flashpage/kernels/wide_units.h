@@ -34,7 +34,8 @@ struct WidePlace {
   Place place;
   i32 first_token;  // of the first block; may be before the unit's first token
   i32 blocks;
-  float scale;  // of the unit's scores
+  i32 first_length;  // first_length_of
+  float scale;       // of the unit's scores
   // Counts of this CTA's earlier units and blocks, from which phases of barriers follow; computing warps have no
   // registers for them.
   u32 units_before;
@@ -131,6 +132,7 @@ struct WideUnits {
       to.blocks_before[1] = last.blocks_before[1] + last.blocks / 2;
     }
     const Unit& unit = to.place.unit;
+    to.first_length = to.place.done ? 0 : first_length_of<Traits::kv_source>(params, to.place.item);
     to.scale = latent_score_scale<Traits>(params, to.place.item, unit);
     to.first_token = Traits::loader == Loader::boxes ? unit.kv_begin & -params.box_tokens : unit.kv_begin;
     to.blocks = unit.kv_end > unit.kv_begin ? ceil_div(unit.kv_end - to.first_token, Shared::tokens) : 0;

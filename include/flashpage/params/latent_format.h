@@ -120,13 +120,15 @@ struct LatentFormatOf<Traits, LatentFormat::deepseek_v4> {
   using type = DeepseekV4Latent<Traits>;
 };
 
-// A token's entry in the lists of a row over two caches; negative: there is none.
-FP_HOST_DEVICE i32 entry_of_lists(const AttentionParams& params, i64 row, i32 token) {
+// Two lists of a row of q: entries of the first one that are used, and the place of a token's entry.
+FP_HOST_DEVICE i32 first_list_length(const AttentionParams& params, i32 row) {
+  return params.second.first_lengths ? params.second.first_lengths[row] : params.second.first_columns;
+}
+FP_HOST_DEVICE const i32* entry_of_lists(const AttentionParams& params, i32 row, i32 token) {
   const SecondLists& second = params.second;
-  const i32 in_second = token - second.first_columns;
-  if (in_second < 0 && second.first_lengths && token >= second.first_lengths[row]) return -1;
-  return *(in_second < 0 ? params.kv_indices + (row * second.first_columns + token)
-                         : second.indices + (row * second.columns + in_second));
+  const i32* const of_first = params.kv_indices + i64{row} * second.first_columns;
+  const i32* const of_second = second.indices + (i64{row} * second.columns - second.first_columns);
+  return (token < second.first_columns ? of_first : of_second) + token;
 }
 
 // One of two caches, as formats read it.

@@ -69,7 +69,9 @@ struct LatentAttention {
   FP_DEVICE void note_rows(const Place& place, int tile, i32 found) {
     if (thread() >= tokens) return;
     const i32 token = place.unit.kv_begin + tile * tokens + thread();
-    const bool exists = token < place.unit.kv_end && found >= 0;
+    constexpr KvSource source = Traits::kv_source;
+    const bool exists = token < place.unit.kv_end && found >= 0 &&
+                        is_used<source>(params, token, first_length_of<source>(params, place.item));
     const KvRows<Traits::kv_source> rows(params, place.item);
     shared.tiles.note(params, tile, thread(), rows, exists ? found : 0, exists ? token : 0, exists);
   }

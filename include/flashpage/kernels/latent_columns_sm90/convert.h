@@ -163,14 +163,16 @@ struct ColumnsConvert {
     found = Rows(params, place->place.item).look_up(token);
   }
   FP_DEVICE Row row_of(i32 number, int block) const {
-    if (number < 0 || token_of(block) >= place->place.unit.kv_end) return {nowhere, {}};
+    const i32 token = token_of(block);
+    if (number < 0 || token >= place->place.unit.kv_end) return {nowhere, {}};
+    if (!is_used<Traits::kv_source>(params, token, place->first_length)) return {nowhere, {}};
     const LatentParts parts = parts_of(number, block);
     Scales scales{};
     if constexpr (is_same<Scales, PartScales<float>>)
       scales.one = is_tail ? Format::rest_scale(params) : Format::common_scale(params);
     if (!is_tail && Format::has_scales(params))
       scales = Scales::load(parts.scales, first_column() / Format::scale_columns);
-    return {place_of(begin_of(parts), token_of(block)), scales};
+    return {place_of(begin_of(parts), token), scales};
   }
   FP_DEVICE LatentParts parts_of(i32 number, int block) const {
     return Rows(params, place->place.item).template parts<Format>(params, number, token_of(block));

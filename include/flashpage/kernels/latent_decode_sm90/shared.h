@@ -37,7 +37,8 @@ using LatentWarps = LatentWarpsOf<!converts_latents<Traits> ? 0
 struct ConvertedUnit {
   i64 offset;  // of the request's page numbers
   i32 first_token, kv_end, slots;
-  bool done;  // no unit is left; the other fields are undefined
+  i32 first_length;  // first_length_of
+  bool done;         // no unit is left; the other fields are undefined
 };
 
 template <class Traits>

@@ -16,10 +16,10 @@
 
 namespace flashpage {
 
-// A CTA converts its tokens of a block in passes of 32, of which a warp has eight. A lane has two tokens of them, and
-// of each quarter of the columns 16 numbers of both. It copies these by cp.async and reads no others, so that it waits
-// for the oldest copies alone: when they are converted, their place receives those of the next pass. Tokens are looked
-// up a pass before that.
+// A CTA converts its tokens of a block in passes of 32, of which a warp has eight. Four lanes have a token, each 16
+// numbers of every panel of 64 columns. A lane copies its numbers by cp.async and reads no others, so that it waits for
+// the oldest copies alone: when they are converted, their place receives those of the next pass. Tokens are looked up a
+// pass before that.
 template <class Traits>
 struct WideConvert {
   using Shared = WideShared<Traits>;
@@ -27,24 +27,24 @@ struct WideConvert {
   using Cache = typename Traits::Cache;
   using Rows = KvRows<Traits::kv_source>;
   using Format = typename LatentFormatOf<Traits, Traits::latent_format>::type;
+  static constexpr KvSource source = Traits::kv_source;
   static constexpr int warps = Shared::loaders, passes = Shared::passes, of_warp = 32 / warps;  // tokens, in a pass
-  static constexpr int of_lane = 2, quarters = 4;
-  static constexpr int copied_rows_bytes = of_warp * Tile::stride;  // of a panel, by a warp in a pass
-  static_assert(of_warp == 8 && Shared::quarter_panels == 2, "eight lanes have 128 bytes of two panels");
-  static_assert(Format::quantised + 64 == Traits::head_dim_vo && Format::rest == 64 && Format::scale_columns == 64);
-  static_assert(is_same<typename Format::Scale, PowerOfTwo> && is_same<typename Format::Rest, Bf16>);
+  static constexpr int quarters = 4, panels = Shared::quarter_panels, rest_panel = Shared::value_panels - 1;
+  static constexpr int copied_bytes = of_warp * Tile::stride;  // of a panel, by a warp in a pass
+  static_assert(of_warp == 8 && panels == 2 && Shared::pieces_ahead == quarters * panels + 1);
+  static_assert(is_same<Format, DeepseekV4Latent<Traits>>, "numbers of 16 bits follow a row's e4m3 as its last panel");
 
-  // What a lane knows of its two tokens of a pass: exponents of its panel of each quarter, and which tokens exist.
-  struct Pass {
-    u32 exponents[of_lane];
-    u32 present;  // bits of eight tokens of the warp, and of the eight tokens of the other CTA that it looks up
+  // Of the lane's token in a pass.
+  struct Token {
+    uint2 exponents;  // a byte for each panel
+    u32 present;      // bits: which of the warp's tokens exist, and which of eight tokens of the other CTA
   };
 
   Shared& shared;
   const AttentionParams& params;
   const WidePlace* place;  // in shared memory, because these warps have few registers
-  Pass arriving;
-  i32 found[of_lane], found_of_peer;  // entries of the pass after `arriving`; negative: there is none
+  Token arriving;
+  i32 found, found_of_peer;  // entries of the pass after `arriving`
 
   FP_DEVICE WideConvert(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
@@ -52,11 +52,13 @@ struct WideConvert {
     place = &next;
     if (place->blocks == 0) return;
     look_up(0);
-    u64 from[of_lane], rest[of_lane];
-    arriving = locate(0, from, rest);
+    u64 row;
+    arriving = locate(0, row);
     look_up(1);
-#pragma unroll
-    for (int quarter = 0; quarter < quarters; ++quarter) request(quarter, from, rest);
+    request<0>(row);
+    request<1>(row);
+    request<2>(row);
+    request<3>(row);
   }
 
   FP_DEVICE void load(int block, u32 use) {
@@ -64,13 +66,13 @@ struct WideConvert {
     for (int pass = 0; pass < passes; ++pass) {
       const int number = block * passes + pass;
       const bool has_next = number + 1 < place->blocks * passes;
-      u64 from[of_lane], rest[of_lane];
-      const Pass next = locate(number + 1, from, rest);
+      u64 row;
+      const Token next = locate(number + 1, row);
       look_up(number + 2);
-      convert_quarter<0>(use, pass, has_next, from, rest);
-      convert_quarter<1>(use, pass, has_next, from, rest);
-      convert_quarter<2>(use, pass, has_next, from, rest);
-      convert_quarter<3>(use, pass, has_next, from, rest);
+      convert_quarter<0>(use, pass, has_next, row);
+      convert_quarter<1>(use, pass, has_next, row);
+      convert_quarter<2>(use, pass, has_next, row);
+      convert_quarter<3>(use, pass, has_next, row);
       arriving = next;
     }
   }
@@ -81,9 +83,9 @@ struct WideConvert {
     const u32 use = of_unit.units_before;
     const int first = warp() * own;
     const i32 count = of_unit.place.unit.num_rows - Shared::first_row();
-    const u64 mine = reinterpret_cast<u64>(
-        static_cast<const Cache*>(params.q) +
-        query_offset(params, of_unit.place.item, of_unit.place.unit, Shared::first_row() + first + lane() % own));
+    const i32 lane_row = Shared::first_row() + first + lane() % own;
+    const u64 mine = reinterpret_cast<u64>(static_cast<const Cache*>(params.q) +
+                                           query_offset(params, of_unit.place.item, of_unit.place.unit, lane_row));
     shared.query_ring.wait_empty(use);
     const u32 to = ptx::shared_address(shared.query);
 #pragma unroll 2
@@ -98,99 +100,91 @@ struct WideConvert {
   }
 
  private:
-  FP_DEVICE static int lane() { return static_cast<int>(ptx::opaque(threadIdx.x % 32)); }
+  FP_DEVICE static u32 lane() { return ptx::opaque(threadIdx.x % 32); }
   FP_DEVICE static int warp() { return static_cast<int>(threadIdx.x / 32); }
-  FP_DEVICE static int in_row() { return lane() % 8; }      // the lane's 16 numbers among those of a quarter
-  FP_DEVICE static bool is_odd() { return in_row() >= 4; }  // whether they are in the quarter's second panel
-  FP_DEVICE static int first_token(int pass) {              // of this CTA's warp, in a block
+  // The warp's first token of a pass, in a block.
+  FP_DEVICE static int first_token(int pass) {
     const int rank = Shared::shares_blocks ? static_cast<int>(ptx::cluster_rank()) : 0;
     return rank * 32 + pass * 32 + warp() * of_warp;
   }
+  FP_DEVICE i32 token_of(int number) const {
+    return place->first_token + number / passes * Shared::tokens + first_token(number % passes) +
+           static_cast<int>(lane() / 4);
+  }
+  FP_DEVICE i32 token_of_peer(int block) const {
+    return place->first_token + block * Shared::tokens + (first_token(0) ^ 32) + static_cast<int>(lane() % of_warp);
+  }
+  FP_DEVICE i32 last_token() const { return place->place.unit.kv_end - 1; }
 
-  // The entry of a token of the unit; negative: there is none. Without a branch, after which the compiler would wait.
-  FP_DEVICE i32 look_up_at(i32 token) const {
-    const i32 last = place->place.unit.kv_end - 1;
-    const i32 entry = Rows(params, place->place.item).look_up(min_of(token, last));
-    return token <= last ? entry : -1;
-  }
-  FP_DEVICE i32 token_of(int number, int i) const {
-    return place->first_token + number / passes * Shared::tokens + first_token(number % passes) + i * 4 + lane() / 8;
-  }
+  // Entries of tokens past the unit's end are those of its last one. Nothing here depends on an entry, because it would
+  // be waited for.
   FP_DEVICE void look_up(int number) {
-#pragma unroll
-    for (int i = 0; i < of_lane; ++i) found[i] = look_up_at(token_of(number, i));
-    if constexpr (Shared::shares_blocks && Shared::is_selected) {
-      const int of_block = first_token(0) ^ 32;
-      found_of_peer = look_up_at(place->first_token + number * Shared::tokens + of_block + lane() % of_warp);
-    }
+    const Rows rows(params, place->place.item);
+    found = rows.look_up(min_of(token_of(number), last_token()));
+    if constexpr (looks_up_peer) found_of_peer = rows.look_up(min_of(token_of_peer(number), last_token()));
   }
-  // Where the lane's numbers of a pass are, in the first quarter, and its numbers of the last panel.
-  FP_DEVICE Pass locate(int number, u64 (&from)[of_lane], u64 (&rest)[of_lane]) const {
-    Pass pass{};
-#pragma unroll
-    for (int i = 0; i < of_lane; ++i) {
-      const bool exists = found[i] >= 0;
-      const i32 token = min_of(token_of(number, i), place->place.unit.kv_end - 1);
-      const LatentParts parts =
-          Rows(params, place->place.item).template parts<Format>(params, max_of(found[i], 0), token);
-      from[i] = exists ? reinterpret_cast<u64>(parts.quantised) + in_row() * 16 : 0;
-      rest[i] = exists ? reinterpret_cast<u64>(parts.rest) + in_row() % 4 * 32 : 0;
-      // The panels of a lane in the order of quarters are 0, 4, 2 and 6, or those after them.
-      const uint2 bytes = *reinterpret_cast<const uint2*>(parts.scales);  // of some row, if there is no token
-      pass.exponents[i] = exists ? ptx::byte_permute(bytes.x, bytes.y, is_odd() ? 0x7351 : 0x6240) : 0;
-      const u32 present = __ballot_sync(0xffffffff, exists);  // bits of lanes 0, 8, 16 and 24 are four tokens
-      pass.present |= (present & 1 | present >> 7 & 2 | present >> 14 & 4 | present >> 21 & 8) << i * 4;
+  static constexpr bool looks_up_peer = Shared::shares_blocks && Shared::is_selected;
+  FP_DEVICE bool exists(i32 entry, i32 token) const {
+    return entry >= 0 && token <= last_token() && is_used<source>(params, token, place->first_length);
+  }
+  // Finds the lane's token of a pass: `row`, the address of its numbers in the first panel, or 0.
+  FP_DEVICE Token locate(int number, u64& row) const {
+    const i32 token = token_of(number);
+    const bool is_there = exists(found, token);
+    const LatentParts parts =
+        Rows(params, place->place.item).template parts<Format>(params, max_of(found, 0), min_of(token, last_token()));
+    row = is_there ? reinterpret_cast<u64>(parts.quantised) + lane() % 4 * 16 : 0;
+    u32 present = __ballot_sync(0xffffffff, is_there);
+    if constexpr (Shared::is_selected) {
+      present &= 0x11111111;  // bits of the first lanes of eight tokens become neighbours, four at a time
+      present = (present | present >> 3 | present >> 6 | present >> 9) & 0x000f000f;
+      present = (present | present >> 12) & 0xff;
     }
-    if constexpr (Shared::shares_blocks && Shared::is_selected)
-      pass.present |= (__ballot_sync(0xffffffff, found_of_peer >= 0) & 0xff) << 8;
-    return pass;
+    if constexpr (looks_up_peer)
+      present |= (__ballot_sync(0xffffffff, exists(found_of_peer, token_of_peer(number))) & 0xff) << 8;
+    return {*reinterpret_cast<const uint2*>(parts.scales), present};  // scales of some row, if there is no token
   }
 
-  FP_DEVICE u8* own_place(int i) const { return shared.arriving[i][warp()][threadIdx.x % 32]; }
-  // Places of a quarter's numbers follow each other; after all of them come the second pieces of the last panel.
-  FP_DEVICE static constexpr int second_piece(int i) { return quarters * of_lane + i; }
-  FP_DEVICE static bool has_rest(int quarter) { return quarter == quarters - 1 && is_odd(); }
+  FP_DEVICE u32 own_place(int i) const { return ptx::shared_address(shared.arriving[i][warp()][threadIdx.x % 32]); }
+  FP_DEVICE static constexpr int panel_of(int quarter, int i) { return Shared::panel_of_quarter(quarter) + i; }
 
   // Requests a quarter's numbers, in a group of their own. Rows that do not exist become zero.
-  FP_DEVICE void request(int quarter, const u64 (&from)[of_lane], const u64 (&rest)[of_lane]) const {
+  template <int quarter>
+  FP_DEVICE void request(u64 row) const {
+    const bool is_there = row != 0;
+    const u64 from = is_there ? row : reinterpret_cast<u64>(params.k.data);
 #pragma unroll
-    for (int i = 0; i < of_lane; ++i) {
-      const bool exists = from[i] != 0;
-      const u64 any = reinterpret_cast<u64>(params.k.data);
-      const u64 first = has_rest(quarter) ? rest[i] : from[i] + Shared::panel_of_quarter(quarter) * 64;
-      const u32 to = ptx::shared_address(own_place(quarter * of_lane + i));
-      ptx::cp_async<16>(to, reinterpret_cast<const void*>(exists ? first : any), exists);
-      if (has_rest(quarter))
-        ptx::cp_async<16>(ptx::shared_address(own_place(second_piece(i))),
-                          reinterpret_cast<const void*>(exists ? first + 16 : any), exists);
+    for (int i = 0; i < panels; ++i) {
+      const bool is_rest = panel_of(quarter, i) == rest_panel;
+      // A lane has 32 bytes of the last panel, and 16 of others.
+      const u64 here = from + panel_of(quarter, i) * 64 + (is_rest ? lane() % 4 * 16 : 0);
+      ptx::cp_async<16>(own_place(quarter * panels + i), reinterpret_cast<const void*>(here), is_there);
+      if (is_rest) ptx::cp_async<16>(own_place(quarters * panels), reinterpret_cast<const void*>(here + 16), is_there);
     }
     ptx::cp_async_commit();
   }
 
   template <int quarter>
-  FP_DEVICE void convert_quarter(u32 use, int pass, bool has_next, const u64 (&from)[of_lane],
-                                 const u64 (&rest)[of_lane]) const {
+  FP_DEVICE void convert_quarter(u32 use, int pass, bool has_next, u64 row) const {
     const WideQuarter at = shared.kept_quarter(quarter, use);
     if (pass == 0) ptx::mbarrier_wait(ptx::shared_address(at.empty), at.phase ^ 1);
     ptx::cp_async_wait<quarters - 1>();
-    u32 words[of_lane][4];
+    u32 words[panels][4];
 #pragma unroll
-    for (int i = 0; i < of_lane; ++i) ptx::load_shared(words[i], ptx::shared_address(own_place(quarter * of_lane + i)));
-    // Lanes of both panels write their two chunks in different orders, so that eight lanes write to all banks.
-    const int row = first_token(pass) + lane() / 8, chunk = in_row() % 4 * 2 + is_odd();
-    const u32 to = ptx::shared_address(at.memory) + is_odd() * Tile::panel_bytes + Tile::chunk_offset(row, chunk);
+    for (int i = 0; i < panels; ++i) ptx::load_shared(words[i], own_place(quarter * panels + i));
+    const u32 to = ptx::shared_address(at.memory) + Tile::chunk_offset(first_token(pass) + lane() / 4, lane() % 4 * 2);
 #pragma unroll
-    for (int i = 0; i < of_lane; ++i) {
-      const u32 of_token = (to ^ i * 4 * 16) + i * 4 * Tile::stride;
-      if (has_rest(quarter)) {
-        write_rest(words[i], i, of_token);
+    for (int i = 0; i < panels; ++i) {
+      if (panel_of(quarter, i) == rest_panel) {
+        write_rest(words[i], to + i * Tile::panel_bytes);
       } else {
-        write_numbers(words[i], arriving.exponents[i] >> quarter * 8 & 0xff, of_token);
+        const u32 exponents = panel_of(quarter, i) < 4 ? arriving.exponents.x : arriving.exponents.y;
+        write_numbers(words[i], exponents >> panel_of(quarter, i) % 4 * 8 & 0xff, to + i * Tile::panel_bytes);
       }
     }
     if (quarter == 0 && Shared::is_selected) write_present(use, pass);
     if (has_next) {
-      request(quarter, from, rest);
+      request<quarter>(row);
     } else {
       ptx::cp_async_commit();
     }
@@ -199,32 +193,29 @@ struct WideConvert {
   FP_DEVICE static void store(u32 to, const u32 (&pairs)[4]) {
     ptx::store_shared(to, pairs[0], pairs[1], pairs[2], pairs[3]);
   }
+  // Eight lanes have neighbouring rows, so that their chunks are in all banks.
   FP_DEVICE static void write_numbers(const u32 (&words)[4], u32 exponent, u32 to) {
-    const bool turned = is_odd();
     if constexpr (is_same<Cache, Bf16>) {
+      u32 pairs[2][4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        u32 pairs[4];
-        const bool second = (half == 1) != turned;
-        widen4_by(second ? words[2] : words[0], exponent, pairs[0], pairs[1]);
-        widen4_by(second ? words[3] : words[1], exponent, pairs[2], pairs[3]);
-        store(to ^ half * 16, pairs);
-      }
+      for (int i = 0; i < 4; ++i) widen4_by(words[i], exponent, pairs[i / 2][i % 2 * 2], pairs[i / 2][i % 2 * 2 + 1]);
+      store(to, pairs[0]);
+      store(to ^ 16, pairs[1]);
     } else {
-      store_widened<Cache>(words, turned, latent_scale(PowerOfTwo{static_cast<u8>(exponent)}),
-                           [=](u32 half, const u32(&pairs)[4]) { store(to ^ half * 16, pairs); });
+      const float scale = latent_scale(PowerOfTwo{static_cast<u8>(exponent)});
+      store_widened<Cache>(words, false, scale, [=](u32 i, const u32(&pairs)[4]) { store(to ^ i * 16, pairs); });
     }
   }
-  // Sixteen numbers of 16 bits; the second eight of them come first, as the panel is an odd one.
-  FP_DEVICE void write_rest(const u32 (&words)[4], int i, u32 to) const {
-    u32 second[4], first[4] = {words[0], words[1], words[2], words[3]};
-    ptx::load_shared(second, ptx::shared_address(own_place(second_piece(i))));
+  // Sixteen numbers of 16 bits.
+  FP_DEVICE void write_rest(const u32 (&words)[4], u32 to) const {
+    u32 first[4] = {words[0], words[1], words[2], words[3]}, second[4];
+    ptx::load_shared(second, own_place(quarters * panels));
     if constexpr (!is_same<Cache, Bf16>) {
       scale_pairs<Cache, Bf16>(first, 1.f);
       scale_pairs<Cache, Bf16>(second, 1.f);
     }
-    store(to, second);
-    store(to ^ 16, first);
+    store(to, first);
+    store(to ^ 16, second);
   }
   // Tells the scoring warps which tokens of a list's block exist: four in a byte.
   FP_DEVICE void write_present(u32 use, int pass) const {
@@ -232,7 +223,7 @@ struct WideConvert {
     u8(&groups)[Shared::row_groups] = shared.present[Shared::slot(use)];
     const int first = first_token(pass) / Shared::group_rows;
     groups[first] = arriving.present & 15, groups[first + 1] = arriving.present >> 4 & 15;
-    if constexpr (Shared::shares_blocks)
+    if constexpr (looks_up_peer)
       groups[first ^ 8] = arriving.present >> 8 & 15, groups[(first ^ 8) + 1] = arriving.present >> 12 & 15;
   }
   // Signals that the warp's rows of a quarter are written, and brings them to the other CTA.
@@ -243,12 +234,12 @@ struct WideConvert {
     __syncwarp();
     if (lane() != 0) return ptx::mbarrier_arrive(full);
     const u32 rank = ptx::cluster_rank() ^ 1, there = ptx::peer_address(full, rank);
+    const u32 here = ptx::shared_address(at.memory) + first_token(pass) * Tile::stride;
+    const u32 to = ptx::peer_address(here, rank);
 #pragma unroll
-    for (int panel = 0; panel < Shared::quarter_panels; ++panel) {
-      const u32 here = ptx::shared_address(at.memory) + panel * Tile::panel_bytes + first_token(pass) * Tile::stride;
-      ptx::copy_to_peer(ptx::peer_address(here, rank), here, copied_rows_bytes, there);
-    }
-    ptx::mbarrier_arrive_expect(full, Shared::quarter_panels * copied_rows_bytes);  // of the other CTA's warp
+    for (int i = 0; i < panels; ++i)
+      ptx::copy_to_peer(to + i * Tile::panel_bytes, here + i * Tile::panel_bytes, copied_bytes, there);
+    ptx::mbarrier_arrive_expect(full, panels * copied_bytes);  // of the other CTA's warp
   }
 };
 

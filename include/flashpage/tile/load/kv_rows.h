@@ -48,6 +48,18 @@ template <KvSource source>
 FP_DEVICE i64 rows_offset(const WorkItem& item) {
   return source == KvSource::two_lists ? item.q_begin : item.kv_offset;
 }
+// Entries of the first of two lists that are used; 0 if there is one list, or none.
+template <KvSource source>
+FP_DEVICE i32 first_length_of(const AttentionParams& params, const WorkItem& item) {
+  if constexpr (source == KvSource::two_lists) return first_list_length(params, item.q_begin);
+  return 0;
+}
+// Whether the entry of a token is in use, which look_up does not say: a kernel that tested it there would wait for the
+// entry. `first_length`: of first_length_of.
+template <KvSource source>
+FP_DEVICE bool is_used(const AttentionParams& params, i32 token, i32 first_length) {
+  return source != KvSource::two_lists || token < first_length || is_in_second(params, token);
+}
 
 // Looks up the page of a token, and later computes the address of the token's row in K or V. The lookup is the only
 // load on which the copy depends, so kernels issue it at least one tile earlier.
@@ -108,12 +120,12 @@ struct KvRows {
 template <>
 struct KvRows<KvSource::two_lists> {
   const AttentionParams& params;
-  i64 row;  // of q
+  i32 row;  // of q
 
-  FP_DEVICE KvRows(const AttentionParams& params, i64 row) : params(params), row(row) {}
+  FP_DEVICE KvRows(const AttentionParams& params, i64 row) : params(params), row(static_cast<i32>(row)) {}
   FP_DEVICE KvRows(const AttentionParams& params, const WorkItem& item) : KvRows(params, item.q_begin) {}
 
-  FP_DEVICE i32 look_up(i32 token) const { return entry_of_lists(params, row, token); }
+  FP_DEVICE i32 look_up(i32 token) const { return __ldg(entry_of_lists(params, row, token)); }
   template <class Format>
   FP_DEVICE LatentParts parts(const AttentionParams& params, i32 found, i32 token) const {
     return parts_of_entry<Format>(params, found, token);
