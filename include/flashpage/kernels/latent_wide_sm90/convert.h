@@ -57,8 +57,6 @@ struct WideConvert {
     look_up(1);
     request<0>(row);
     request<1>(row);
-    request<2>(row);
-    request<3>(row);
   }
 
   FP_DEVICE void load(int block, u32 use) {
@@ -69,10 +67,8 @@ struct WideConvert {
       u64 row;
       const Token next = locate(number + 1, row);
       look_up(number + 2);
-      convert_quarter<0>(use, pass, has_next, row);
-      convert_quarter<1>(use, pass, has_next, row);
-      convert_quarter<2>(use, pass, has_next, row);
-      convert_quarter<3>(use, pass, has_next, row);
+      convert_half<0>(use, pass, has_next, row);
+      convert_half<1>(use, pass, has_next, row);
       arriving = next;
     }
   }
@@ -148,27 +144,45 @@ struct WideConvert {
   FP_DEVICE u32 own_place(int i) const { return ptx::shared_address(shared.arriving[i][warp()][threadIdx.x % 32]); }
   FP_DEVICE static constexpr int panel_of(int quarter, int i) { return Shared::panel_of_quarter(quarter) + i; }
 
-  // Requests a quarter's numbers, in a group of their own. Rows that do not exist become zero.
-  template <int quarter>
+  // Requests the numbers of two quarters, in a group of their own. Rows that do not exist become zero.
+  template <int half>
   FP_DEVICE void request(u64 row) const {
     const bool is_there = row != 0;
     const u64 from = is_there ? row : reinterpret_cast<u64>(params.k.data);
 #pragma unroll
-    for (int i = 0; i < panels; ++i) {
-      const bool is_rest = panel_of(quarter, i) == rest_panel;
+    for (int i = 0; i < 2 * panels; ++i) {
+      const int panel = panel_of(half * 2 + i / panels, i % panels);
       // A lane has 32 bytes of the last panel, and 16 of others.
-      const u64 here = from + panel_of(quarter, i) * 64 + (is_rest ? lane() % 4 * 16 : 0);
-      ptx::cp_async<16>(own_place(quarter * panels + i), reinterpret_cast<const void*>(here), is_there);
-      if (is_rest) ptx::cp_async<16>(own_place(quarters * panels), reinterpret_cast<const void*>(here + 16), is_there);
+      const u64 here = from + panel * 64 + (panel == rest_panel ? lane() % 4 * 16 : 0);
+      ptx::cp_async<16>(own_place(half * 2 * panels + i), reinterpret_cast<const void*>(here), is_there);
+      if (panel == rest_panel)
+        ptx::cp_async<16>(own_place(quarters * panels), reinterpret_cast<const void*>(here + 16), is_there);
     }
     ptx::cp_async_commit();
   }
 
+  // Converts two quarters, after which they are fenced and passed on: a fence takes as long as to convert one.
+  template <int half>
+  FP_DEVICE void convert_half(u32 use, int pass, bool has_next, u64 row) const {
+    ptx::cp_async_wait<1>();
+    convert_quarter<half * 2>(use, pass);
+    convert_quarter<half * 2 + 1>(use, pass);
+    if (half == 0 && Shared::is_selected) write_present(use, pass);
+    ptx::fence_before_products();
+    if constexpr (Shared::shares_blocks) __syncwarp();
+    pass_on(shared.kept_quarter(half * 2, use), pass);
+    pass_on(shared.kept_quarter(half * 2 + 1, use), pass);
+    if (has_next) {
+      request<half>(row);
+    } else {
+      ptx::cp_async_commit();
+    }
+  }
+
   template <int quarter>
-  FP_DEVICE void convert_quarter(u32 use, int pass, bool has_next, u64 row) const {
+  FP_DEVICE void convert_quarter(u32 use, int pass) const {
     const WideQuarter at = shared.kept_quarter(quarter, use);
     if (pass == 0) ptx::mbarrier_wait(ptx::shared_address(at.empty), at.phase ^ 1);
-    ptx::cp_async_wait<quarters - 1>();
     u32 words[panels][4];
 #pragma unroll
     for (int i = 0; i < panels; ++i) ptx::load_shared(words[i], own_place(quarter * panels + i));
@@ -182,13 +196,6 @@ struct WideConvert {
         write_numbers(words[i], exponents >> panel_of(quarter, i) % 4 * 8 & 0xff, to + i * Tile::panel_bytes);
       }
     }
-    if (quarter == 0 && Shared::is_selected) write_present(use, pass);
-    if (has_next) {
-      request<quarter>(row);
-    } else {
-      ptx::cp_async_commit();
-    }
-    pass_on(at, pass);
   }
   FP_DEVICE static void store(u32 to, const u32 (&pairs)[4]) {
     ptx::store_shared(to, pairs[0], pairs[1], pairs[2], pairs[3]);
@@ -226,12 +233,10 @@ struct WideConvert {
     if constexpr (looks_up_peer)
       groups[first ^ 8] = arriving.present >> 8 & 15, groups[(first ^ 8) + 1] = arriving.present >> 12 & 15;
   }
-  // Signals that the warp's rows of a quarter are written, and brings them to the other CTA.
+  // Signals that the warp's rows of a quarter are written and fenced, and brings them to the other CTA.
   FP_DEVICE void pass_on(const WideQuarter& at, int pass) const {
     const u32 full = ptx::shared_address(at.full);
-    ptx::fence_before_products();
     if constexpr (!Shared::shares_blocks) return ptx::mbarrier_arrive(full);
-    __syncwarp();
     if (lane() != 0) return ptx::mbarrier_arrive(full);
     const u32 rank = ptx::cluster_rank() ^ 1, there = ptx::peer_address(full, rank);
     const u32 here = ptx::shared_address(at.memory) + first_token(pass) * Tile::stride;
