@@ -8,7 +8,7 @@ import math
 
 from .. import native
 from . import latent_formats, wgmma_source
-from .ahead import ONE_TOKEN, latent_rows
+from .ahead import ONE_TOKEN, latent_rows, rows_of_two_caches
 from .context_classes import ANY_ROWS, ContextClass, context_row
 from .devices import Device
 from .kernel import HALF, LATENT_OUT, AttentionKernel, capability, dtypes
@@ -188,6 +188,7 @@ KERNEL = AttentionKernel(
         *latent_rows(64, 128),
         *latent_rows(64, page_size=ONE_TOKEN),
         *latent_rows(64, kv_source="selected"),
+        *rows_of_two_caches(64, 128),
     ),
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) " if spec.ctas > 1 else "",
 )

@@ -329,7 +329,9 @@ def test_contexts_do_not_change_the_tile_over_rows_in_fp8(kernel: AttentionKerne
         (IN_E4M3, 64, {"selected": "padded", "row_format": "deepseek_v32"}),
         (IN_E4M3, 16, {"selected": "padded", "row_format": "deepseek_v32"}),
         (IN_E4M3, 32, {"selected": "padded", "row_format": "deepseek_v32"}),
-        (TRANSPOSED, 32, {"selected": "padded", "o_dtype": "float32", **_V4}),
+        (TRANSPOSED, 32, {"selected": "padded", "second_page": 64, "o_dtype": "float32", **_V4}),
+        (WIDE, 64, {"selected": "padded", "second_page": 64, **_V4}),
+        (WIDE, 128, {"selected": "padded", "second_page": 64, "o_dtype": "float32", **_V4}),
     ],
 )
 def test_ci_looks_at_the_machine_code(kernel: AttentionKernel, rows: int, form: dict[str, Any]) -> None:

@@ -132,7 +132,8 @@ struct WideUnits {
       to.blocks_before[1] = last.blocks_before[1] + last.blocks / 2;
     }
     const Unit& unit = to.place.unit;
-    to.first_length = to.place.done ? 0 : first_length_of<Traits::kv_source>(params, to.place.item);
+    if constexpr (Traits::kv_source == KvSource::two_lists)
+      to.first_length = to.place.done ? 0 : first_length_of<Traits::kv_source>(params, to.place.item);
     to.scale = latent_score_scale<Traits>(params, to.place.item, unit);
     to.first_token = Traits::loader == Loader::boxes ? unit.kv_begin & -params.box_tokens : unit.kv_begin;
     to.blocks = unit.kv_end > unit.kv_begin ? ceil_div(unit.kv_end - to.first_token, Shared::tokens) : 0;
