@@ -284,7 +284,8 @@ def test_single_rows_may_lie_far_apart(form: dict[str, Any], tmp_path: Path) -> 
         ({"selected": "padded"}, {32: TRANSPOSED, 40: WIDE, 128: WIDE}),
         ({"row_format": "deepseek_v32"}, {16: IN_E4M3, 32: IN_E4M3, 128: IN_E4M3}),
         ({"row_format": "deepseek_v32", "q_dtype": "float16"}, {32: TRANSPOSED, 64: BY_COLUMNS, 128: BY_COLUMNS}),
-        (_V4 | {"selected": "padded"}, {32: TRANSPOSED, 64: BY_COLUMNS, 128: BY_COLUMNS}),
+        (_V4 | {"selected": "padded"}, {32: TRANSPOSED, 64: WIDE, 128: WIDE}),
+        (_V4 | {"selected": "padded", "second_page": 64}, {32: TRANSPOSED, 64: WIDE, 128: WIDE}),
     ],
 )
 def test_the_kernel_of_a_form(form: dict[str, Any], by_heads: dict[int, AttentionKernel]) -> None:

@@ -179,9 +179,11 @@ struct ColumnsConvert {
   }
   // Row::at of a token whose part is there.
   FP_DEVICE u32 place_of(const u8* there, i32 token) const {
-    const bool is_second = has_two_caches && is_in_second(params, token);
-    const u8* const first = is_second ? begin_of(Format::find(params.second, CacheSlot{0, 0})) : first_begin();
-    return static_cast<u32>((there - first) / 16) | (is_second ? in_second : 0);
+    if constexpr (has_two_caches) {
+      const u8* const first = begin_of(Format::find(params.second, CacheSlot{0, 0}));
+      if (is_in_second(params, token)) return static_cast<u32>((there - first) / 16) | in_second;
+    }
+    return static_cast<u32>((there - first_begin()) / 16);
   }
   FP_DEVICE const u8* first_begin() const { return begin_of(Format::find(params, CacheSlot{0, 0})); }
   // A piece of the row at this place. `from`: of the first row of the first cache.
