@@ -155,8 +155,8 @@ WIDE_CASES = [
     latent_case(
         "v4-two-1",
         "of known lengths, fp16",
-        (1, 1),
-        (230, 400),
+        (1, 1, 1),
+        (230, 30, 400),
         second_page=16,
         q_dtype="float16",
         **_V4,

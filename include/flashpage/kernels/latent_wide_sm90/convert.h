@@ -127,8 +127,8 @@ struct WideConvert {
   FP_DEVICE Token locate(int number, u64& row) const {
     const i32 token = token_of(number);
     const bool is_there = exists(found, token);
-    const LatentParts parts =
-        Rows(params, place->place.item).template parts<Format>(params, max_of(found, 0), min_of(token, last_token()));
+    const LatentParts parts = Rows(params, place->place.item)
+                                  .template parts<Format>(params, is_there ? found : 0, min_of(token, last_token()));
     row = is_there ? reinterpret_cast<u64>(parts.quantised) + lane() % 4 * 16 : 0;
     u32 present = __ballot_sync(0xffffffff, is_there);
     if constexpr (Shared::is_selected) {
