@@ -30,7 +30,7 @@ class Ahead:
     has_soft_cap: bool = False
     rotates: bool = False
     contexts: ContextClass = ContextClass.USUAL
-    kv_source: str = ""  # latent or selected; empty: by the page size
+    kv_source: str = ""  # latent, selected or two_lists; empty: by the page size
     latent_format: str = latent_formats.PLAIN
     kv_format: str = kv_formats.PLAIN  # of K and V
     v_format: str = ""  # of V, if it is another
@@ -77,11 +77,10 @@ def latent_rows(*packed_rows: int, page_size: int = 64, kv_source: str = "latent
     return more(*(Ahead(BF16, BF16, (576, 512), n, page_size, kv_source=kv_source) for n in packed_rows))
 
 
-def fp8_rows(name: str, packed_rows: int, kv_source: str) -> Ahead:
-    """Rows in fp8, of DeepSeek V3's columns where the format leaves them open. Lists of a format with two caches have
-    fp32 outputs, which are merged."""
+def fp8_rows(name: str, packed_rows: int, kv_source: str, out_dtype: DType | None = None) -> Ahead:
+    """Rows in fp8, of DeepSeek V3's columns where the format leaves them open."""
     packed = latent_formats.packed(name)
-    dims, has_states = (packed.head_dims, packed.has_two_caches) if packed else ((512, 64), False)
+    dims = packed.head_dims if packed else (512, 64)
     return Ahead(
         BF16,
         E4M3,
@@ -90,8 +89,13 @@ def fp8_rows(name: str, packed_rows: int, kv_source: str) -> Ahead:
         64,
         kv_source=kv_source,
         latent_format=name,
-        out_dtype=DType.FLOAT32 if has_states and kv_source == "selected" else None,
+        out_dtype=out_dtype,
     )
+
+
+def rows_of_two_caches(*packed_rows: int, outputs: tuple[DType, ...] = (BF16, DType.FLOAT32)) -> tuple[Ahead, ...]:
+    """DeepSeek V4's rows; outputs are fp32 if a sink multiplies them later (engines/flash_mla/sparse.py)."""
+    return more(*(fp8_rows("deepseek_v4", rows, "two_lists", out) for rows in packed_rows for out in outputs))
 
 
 def more(*rows: Ahead) -> tuple[Ahead, ...]:

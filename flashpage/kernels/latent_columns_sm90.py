@@ -4,7 +4,6 @@ columns."""
 from __future__ import annotations
 
 from . import latent_formats, latent_wide_sm90, wgmma_source
-from .ahead import fp8_rows, more
 from .kernel import AttentionKernel
 from .latent_decode_sm90 import loader, traits
 from .latent_wide_sm90 import ROWS, many_rows, packed_rows
@@ -49,5 +48,4 @@ KERNEL = AttentionKernel(
     sources=lambda spec: wgmma_source.render_parts(spec, _columns_of_product(spec)),
     traits=traits,
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",
-    ahead=more(*(fp8_rows("deepseek_v4", rows, "selected") for rows in (64, 128))),
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..base.dtypes import DType
 from . import latent_formats, wgmma_source
-from .ahead import ONE_TOKEN, fp8_rows, latent_rows, more
+from .ahead import ONE_TOKEN, latent_rows, rows_of_two_caches
 from .kernel import HALF, LATENT_OUT, AttentionKernel, attention_traits, capability, dtypes, latent_trait
 from .options import Options
 from .spec import KernelSpec
@@ -121,6 +122,6 @@ KERNEL = AttentionKernel(
         *latent_rows(16, 32),
         *latent_rows(16, 32, page_size=ONE_TOKEN),
         *latent_rows(16, 32, kv_source="selected"),
-        *more(*(fp8_rows("deepseek_v4", rows, "selected") for rows in (16, 32))),
+        *rows_of_two_caches(16, 32, outputs=(DType.FLOAT32,)),
     ),
 )

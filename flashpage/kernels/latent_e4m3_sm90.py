@@ -43,6 +43,8 @@ def _loader(options: Options) -> str:
 
 def _formats(work: Work) -> str | None:
     name = work.options.latent_format
+    if work.options.has_two_caches:
+        return "it reads lists of one cache"
     return None if name in FORMATS else f"its rows are of {' or '.join(FORMATS)}, not {name}"
 
 

@@ -41,7 +41,7 @@ class LatentRowFormat:
     scale_columns: int  # that share a scale
     why: str
     by_page: bool = False  # scales follow all rows of a page, so that tokens are not row_bytes apart
-    has_two_caches: bool = False  # a row of q reads a window of one and a list of another: their states are fp32
+    has_two_caches: bool = False  # a row of q may read lists of two, in one softmax
 
 
 PACKED = {
@@ -67,6 +67,12 @@ PACKED = {
 def packed(name: str) -> LatentRowFormat | None:
     """The format of that name, if its rows hold their scales."""
     return PACKED.get(name)
+
+
+def has_two_caches(name: str) -> bool:
+    """Whether rows of q may list tokens of two caches in this format."""
+    found = packed(name)
+    return found is not None and found.has_two_caches
 
 
 def check_format(kv_row_format: Any, kv_dtype: DType | None, head_dims: tuple[int, int]) -> tuple[str, DType | None]:

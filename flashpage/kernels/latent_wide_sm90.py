@@ -8,7 +8,7 @@ import math
 
 from .. import native
 from . import latent_formats, wgmma_source
-from .ahead import ONE_TOKEN, latent_rows
+from .ahead import ONE_TOKEN, latent_rows, rows_of_two_caches
 from .context_classes import ANY_ROWS, ContextClass, context_row
 from .devices import Device
 from .kernel import HALF, LATENT_OUT, AttentionKernel, capability, dtypes
@@ -31,6 +31,8 @@ _LARGEST_CLUSTER = 16  # CTAs of latent_decode_sm90 that share a unit
 _TOKENS = 64  # of a block
 _STAGES = 2  # blocks in shared memory; the header has its own numbers
 _REACHED = 0.68  # the fraction of the card's 16-bit throughput that products reach
+_REACHED_CONVERTING = 0.5  # over rows that are converted; not measured yet
+_CONVERTED = "deepseek_v4"
 _MOST_TILES = 8  # of a request, computed side by side; more were not tried
 SIDE_BY_SIDE_NOTE = "tile: two pairs of CTAs compute a request's row tiles side by side, so that the L2 serves one"
 
@@ -38,11 +40,11 @@ SIDE_BY_SIDE_NOTE = "tile: two pairs of CTAs compute a request's row tiles side 
 def _tile(work: Work) -> Tile:
     """Units of one CTA, or of a pair for more rows. CTAs that load single rows are not paired: each would load all."""
     single, options = Tile(ROWS, _TOKENS, warps_q=4, warps_kv=1, stages=_STAGES, warps_v=2), work.options
-    if packed_rows(work) <= ROWS or boxes_or_rows(options) == "rows":
+    if packed_rows(work) <= ROWS or (_loader(options) == "rows" and not _converts(options)):
         return single
     tile = single.paired()
     tiles, wide = -(-options.uniform_q_len * options.group_size // tile.tile_q), _side_by_side(tile)
-    is_even = 0 < tiles <= _MOST_TILES and tiles % 2 == 0
+    is_even = 0 < tiles <= _MOST_TILES and tiles % 2 == 0 and not _converts(options)
     return wide if is_even and wide.ctas <= work.card.sms else tile
 
 
@@ -59,7 +61,7 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
     rows = [
         context_row(ContextClass.TINY, _ROWS_OF_PAIR // options.group_size, 0, most_tokens=_most_tokens(options, card))
     ]
-    if boxes_or_rows(options) == "rows":
+    if _loader(options) == "rows":
         return rows
     for tiles in range(_MOST_TILES, 0, -1):  # batches of more row tiles a request than `tiles`
         contexts = ContextClass.EQUAL if tiles % 2 else ContextClass.USUAL
@@ -105,8 +107,18 @@ def _not_tiny(work: Work) -> str | None:
     return "the batch has few rows and is short, so that it ends earlier in units of few rows" if is_tiny else None
 
 
-def _plain_rows(work: Work) -> str | None:
-    return None if work.options.latent_format == latent_formats.PLAIN else "it converts no rows in fp8"
+def _converts(options: Options) -> bool:
+    """Whether loading warps convert rows (convert.h)."""
+    return options.latent_format == _CONVERTED
+
+
+def _loader(options: Options) -> str:
+    return "rows" if _converts(options) else boxes_or_rows(options)
+
+
+def _formats(work: Work) -> str | None:
+    is_read = work.options.latent_format in (latent_formats.PLAIN, _CONVERTED)
+    return None if is_read else f"of rows in fp8 it converts {_CONVERTED} alone"
 
 
 def _sources(spec: KernelSpec) -> str:
@@ -141,6 +153,10 @@ def cost(work: Work, tile: Tile, reached: float = _REACHED) -> Cost:
     )
 
 
+def _cost(work: Work, tile: Tile) -> Cost:
+    return cost(work, tile, _REACHED_CONVERTING if _converts(work.options) else _REACHED)
+
+
 # Rules that latent_wide_sm90, latent_e4m3_sm90 and latent_columns_sm90 share.
 SHARED_RULES = (
     _value_columns,
@@ -158,10 +174,10 @@ KERNEL = AttentionKernel(
     cpp="LatentWideSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
-    accepts=(many_rows, _plain_rows, _not_tiny, *SHARED_RULES),
+    accepts=(many_rows, _formats, _not_tiny, *SHARED_RULES),
     tile=_tile,
-    cost=cost,
-    loader=boxes_or_rows,
+    cost=_cost,
+    loader=_loader,
     context_rows=_context_rows,
     context_tile=_context_tile,
     row_alignment=16,
@@ -172,6 +188,7 @@ KERNEL = AttentionKernel(
         *latent_rows(64, 128),
         *latent_rows(64, page_size=ONE_TOKEN),
         *latent_rows(64, kv_source="selected"),
+        *rows_of_two_caches(64, 128),
     ),
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) " if spec.ctas > 1 else "",
 )

@@ -21,7 +21,7 @@ class Options:
     """Everything of a plan but its lengths; with the rows of a request, it decides the kernel and the schedule."""
 
     # paged | ragged | latent (pages of rows whose first head_dim_vo columns are V as well) | selected (such rows, but a
-    # row of q lists the tokens that it reads)
+    # row of q lists the tokens that it reads) | two_lists (a list for each of two caches)
     kv_source: str
     num_q_heads: int
     num_kv_heads: int
@@ -55,7 +55,11 @@ class Options:
 
     @property
     def is_selected(self) -> bool:
-        return self.kv_source == "selected"
+        return self.kv_source in ("selected", "two_lists")
+
+    @property
+    def has_two_caches(self) -> bool:
+        return self.kv_source == "two_lists"
 
     @property
     def page_span(self) -> int:
@@ -64,7 +68,7 @@ class Options:
 
     @property
     def is_latent(self) -> bool:
-        return self.kv_source in ("latent", "selected")
+        return self.kv_source in ("latent", "selected", "two_lists")
 
     @property
     def halves(self) -> tuple[str, str]:
@@ -255,7 +259,7 @@ def check_options(
         variant=check_variant(variant),
         latent_format=latent_format,
         fixed_piece_tokens=check_split(
-            fixed_split_size, disable_split_kv, 1 if kv_source == "selected" else page_size or 1
+            fixed_split_size, disable_split_kv, 1 if kv_source in ("selected", "two_lists") else page_size or 1
         ),
         uniform_q_len=checks.whole("q_len_per_req", uniform_q_len, 0),
     )

@@ -25,6 +25,7 @@ class TableLengths:
 
     takes_fewer_rows: runs may have fewer rows than `max_rows`, but all of those of `q_indptr`.
     typical_requests: how many requests have nearly all rows, by which the kernel is chosen; None: all requests.
+    list_entries: of a row's lists in all, if it has two, of which the tables are the first; 0: a row of the tables.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class TableLengths:
         options: Options,
         takes_fewer_rows: bool = False,
         typical_requests: int | None = None,
+        list_entries: int = 0,
     ) -> None:
         if options.has_parts:
             raise CapabilityError(
@@ -52,6 +54,7 @@ class TableLengths:
                 f"table_rows has {len(table_rows)} entries but seq_lens {self.batch}: pass one for each request."
             )
         self.tables = _check_tables(block_tables, self.batch if table_rows is None else 1, device)
+        self._columns = list_entries or self.tables.shape[1]
         self.typical_requests = self.batch if typical_requests is None else typical_requests
         self.page_size, self.rows_a_request = options.page_span, options.uniform_q_len
         if q_indptr is not None:
@@ -78,7 +81,7 @@ class TableLengths:
             num_requests=_address(self.num_requests, "num_requests"),
             table_stride=self.read.stride(0),
             num_table_rows=self.read.shape[0],
-            table_columns=self.read.shape[1],
+            table_columns=self._columns,
             lens_are_int64=seq_lens.dtype is torch.int64,
             rows_are_int64=table_rows is not None and table_rows.dtype is torch.int64,
             batch=self.batch,
@@ -135,7 +138,7 @@ class TableLengths:
 
     def _check_numbers(self, *, has_pages: bool) -> None:
         q_indptr, _, lens = self.numbers()
-        most = self.tables.shape[1] * self.page_size
+        most = self._columns * self.page_size
         for name, numbers, wrong, says in (
             ("seq_lens", lens, (lens < 0) | (lens > most), f"is outside 0..{most}, what a row of block_tables holds"),
             ("qo_indptr", q_indptr[1:], q_indptr.diff() < 0, "is smaller than the entry before it"),

@@ -43,6 +43,7 @@ class Tables(NamedTuple):
     max_rows: int = 0  # with q_indptr: rows of q
     table_rows: torch.Tensor | None = None  # each request's row of the tables; None: 0, 1, 2, ...
     typical_requests: int | None = None  # how many have nearly all rows; None: all
+    list_entries: int = 0  # of a row's lists, if it has two; 0: the tables' columns
 
 
 class FunctionPlan:
@@ -73,6 +74,7 @@ class FunctionPlan:
             max_rows=tables.max_rows,
             options=self.options,
             typical_requests=tables.typical_requests,
+            list_entries=tables.list_entries,
         )
         self.attention.plan_on_device(given, self.options, self.values)
         self._held = key

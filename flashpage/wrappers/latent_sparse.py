@@ -9,6 +9,7 @@ import torch
 
 from ..base import checks, tensor_memory
 from ..base.errors import FlashpageError, PlanError, RunError
+from ..kernels.kernel import ANY_BYTES
 from ..kernels.options import Options, RunOptions
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths, Names
@@ -21,6 +22,7 @@ from .lse_mode import BASE_2, in_base_e, is_natural
 from .operators import is_traced
 from .operators import run as run_as_operator
 from .plan_arguments import LatentArguments, differ
+from .two_lists import SecondLists, second_of
 
 # The rows of q are the requests of the planner.
 SELECTED = Names("rows", "indices", "topk_length", "topk_length")
@@ -30,6 +32,7 @@ class SelectedAttention(LatentAttention):
     """An Attention whose runs read lists of tokens: call run_indices, as `run` reads the lists of the run before."""
 
     lens: torch.Tensor | None = None  # entries of each list that are used, to check them; None: not checked
+    extra_lens: torch.Tensor | None = None  # of each list of a second cache
 
     def run_indices(
         self,
@@ -39,29 +42,39 @@ class SelectedAttention(LatentAttention):
         scales: Scales,
         sinks: torch.Tensor | None,
         enable_pdl: bool | None,
+        second: SecondLists | None = None,
     ) -> Any:
         """A run over these lists; the other arguments are those of Attention.run."""
         q, cache, out, lse = tensors
         if is_traced():
+            if second is not None:
+                raise RunError("runs over two caches cannot be traced: call them outside of torch.compile.")
             read = Tensors(*self._for_kernels(q, cache), out, lse)
             return run_as_operator(self, self.values, read, return_lse, scales, sinks, enable_pdl, indices)
         if self.lens is not None and indices.is_cpu:
             pages = latent_cache_of(self.options, cache)
             num_pages = len(pages[0] if isinstance(pages, tuple) else pages)
             check_slots(indices, self.lens, num_pages * self.options.page_size)
-        self._local.indices = indices
+        if second is not None and self.extra_lens is not None and second.indices.is_cpu:
+            check_slots(second.indices, self.extra_lens, second.slots(), "extra_indices")
+        self._local.indices, self._local.second = indices, second
         if self._local.bound is not None:
             self._point(self._local.bound)
         return self.run(q, cache, out, lse, return_lse, None, scales, sinks, enable_pdl)
 
     def _bind(self, signature: Any, values: RunOptions, tensors: Tensors) -> Binding:
         bound = super()._bind(signature, values, tensors)
+        second = self._local.second
+        if second is not None and bound.most_cache_bytes < ANY_BYTES:
+            second.check_span(latent_cache_of(self.options, tensors.cache), bound.most_cache_bytes)
         self._point(bound)
         return bound
 
     def _point(self, bound: Binding) -> None:
         for part in bound.parts:
             part.params.kv_indices = tensor_memory.address(self._local.indices, "indices", RunError)
+            if self._local.second is not None:
+                self._local.second.read_from(part.params, self.options, self._local.indices.shape[1])
 
 
 class BatchMLASparseAttentionWrapper:
@@ -78,7 +91,7 @@ class BatchMLASparseAttentionWrapper:
     def __init__(
         self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False, num_rows: int | None = None
     ) -> None:
-        self._held: torch.Tensor | None = None  # in graph mode: the lists that captured runs read
+        self._held: dict[str, torch.Tensor] = {}  # in graph mode: the lists and lengths that captured runs read
         is_graph = checks.flag("use_cuda_graph", use_cuda_graph)
         self._attention = SelectedAttention(
             float_workspace_buffer, is_graph=is_graph, names=SELECTED, owner=type(self).__name__
@@ -94,6 +107,8 @@ class BatchMLASparseAttentionWrapper:
         self._options: Options
         self._values: RunOptions
         self._indices: torch.Tensor
+        self._extra: torch.Tensor | None = None  # the lists of a second cache
+        self._first_lengths: torch.Tensor | None = None  # of the first lists, if there are second ones
 
     def plan(
         self,
@@ -111,6 +126,8 @@ class BatchMLASparseAttentionWrapper:
         output_dtype: Any = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        extra_indices: torch.Tensor | None = None,
+        extra_topk_length: torch.Tensor | None = None,
     ) -> None:
         """Plans a batch. The numbers in `indices` are read by runs alone.
 
@@ -129,6 +146,8 @@ class BatchMLASparseAttentionWrapper:
             kv_row_format: as in BatchMLAPagedAttentionWrapper.plan.
             fixed_split_size: entries; every list is cut at multiples of it. None: balanced.
             disable_split_kv: no list is cut.
+            extra_indices, extra_topk_length: lists of a second cache, whose tokens join the softmax: with
+                kv_row_format="deepseek_v4" alone. Its pages have any size.
         """
         arguments = LatentArguments(
             num_heads=num_heads,
@@ -143,50 +162,69 @@ class BatchMLASparseAttentionWrapper:
             fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv,
             is_selected=True,
+            has_two_caches=extra_indices is not None,
         )
-        lists = _lists(indices, "indices", self.device, PlanError)
-        if self._held is not None and lists.shape != self._held.shape:
-            raise PlanError(
-                f"indices has shape {tuple(lists.shape)} but captured runs read {tuple(self._held.shape)}: pad the "
-                "lists with -1, or use a wrapper for each shape."
-            )
-        if topk_length is not None:
-            checks.tensor(topk_length, "topk_length", PlanError)
-            if topk_length.is_cpu:
-                _check_lengths(topk_length, *lists.shape)
+        lists = self._judged_lists(indices, "indices", topk_length, "topk_length")
+        extra = None
+        if extra_indices is not None:
+            extra = self._judged_lists(extra_indices, "extra_indices", extra_topk_length, "extra_topk_length")
+            if len(extra) != len(lists):
+                raise PlanError(f"extra_indices has {len(extra)} rows but indices {len(lists)}: pass equally many.")
+        elif extra_topk_length is not None:
+            raise PlanError("extra_topk_length without extra_indices: pass the lists of the second cache, or None.")
         if differ(arguments, self._arguments):
             self._arguments = None
             self._attention.session.invalidate()
             self._options, self._values = arguments.checked()
             self._arguments = arguments
-        lens = self._plan(lists, topk_length)
+        attention = self._attention
+        if extra is None:
+            attention.lens, attention.extra_lens = self._plan(lists, topk_length, 0, lists.shape[1]), None
+        else:
+            attention.extra_lens = self._plan(lists, extra_topk_length, lists.shape[1], extra.shape[1])
+            attention.lens = _lens_of(topk_length, *lists.shape)
         # After a refused plan, the runs of the last one keep their lists.
-        self._indices = self._kept(lists) if self._attention.is_graph else lists
-        self._attention.lens = lens
+        self._indices = self._kept(lists, "indices")
+        self._extra = None if extra is None else self._kept(extra, "extra_indices")
+        first = None if extra is None or topk_length is None else topk_length.to(self.device, torch.int32)
+        self._first_lengths = None if first is None else self._kept(first, "topk_length")
 
-    def _kept(self, lists: torch.Tensor) -> torch.Tensor:
-        """The lists, where captured runs read them."""
-        if self._held is None:
-            self._held = lists.clone()
-        else:
-            self._held.copy_(lists)
-        return self._held
+    def _judged_lists(self, indices: Any, name: str, lengths: Any, lengths_name: str) -> torch.Tensor:
+        """Lists that were checked, as [rows, topk]."""
+        lists = _lists(indices, name, self.device, PlanError)
+        held = self._held.get(name)
+        if held is not None and lists.shape != held.shape:
+            raise PlanError(
+                f"{name} has shape {tuple(lists.shape)} but captured runs read {tuple(held.shape)}: pad the lists with "
+                "-1, or use a wrapper for each shape."
+            )
+        if lengths is not None and checks.tensor(lengths, lengths_name, PlanError).is_cpu:
+            rows, topk = lists.shape
+            _check_lengths(lengths, rows, topk, lengths_name)
+        return lists
 
-    def _plan(self, lists: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor | None:
-        """Plans, and returns the lengths if the host has them."""
-        if topk_length is not None and not topk_length.is_cpu:
-            self._plan_on_device(lists, topk_length)
+    def _kept(self, given: torch.Tensor, name: str) -> torch.Tensor:
+        """Lists or lengths, where captured runs read them."""
+        if not self._attention.is_graph:
+            return given
+        if name not in self._held:
+            self._held[name] = given.clone()
+        return self._held[name].copy_(given)
+
+    def _plan(self, lists: torch.Tensor, lengths: torch.Tensor | None, before: int, topk: int) -> torch.Tensor | None:
+        """Plans lists of at most `topk` entries, of which `lengths` are used, after as many of another list as are
+        `before`. Returns the lengths if the host has them."""
+        if lengths is not None and not lengths.is_cpu:
+            self._plan_on_device(lists, lengths + before if before else lengths, before + topk)
             return None
-        rows, topk = lists.shape
-        starts = torch.arange(rows + 1, device="cpu", dtype=torch.int64) * topk
-        if topk_length is None:
-            lens = torch.full((rows,), topk, dtype=torch.int32, device="cpu")
-        else:
-            lens = topk_length.clone()
-        self._attention.plan(Lengths(None, starts, None, lens), NO_PAGES, self._options, self._values)
+        lens = _lens_of(lengths, len(lists), topk)
+        assert lens is not None
+        starts = torch.arange(len(lists) + 1, device="cpu", dtype=torch.int64) * (before + topk)
+        of_plan = lens + before if before else lens
+        self._attention.plan(Lengths(None, starts, None, of_plan), NO_PAGES, self._options, self._values)
         return lens
 
-    def _plan_on_device(self, lists: torch.Tensor, topk_length: torch.Tensor) -> None:
+    def _plan_on_device(self, lists: torch.Tensor, topk_length: torch.Tensor, entries: int = 0) -> None:
         """Plans where the lengths are; the lists' rows are those of a table."""
         tables = TableLengths(
             self.device,
@@ -197,6 +235,7 @@ class BatchMLASparseAttentionWrapper:
             num_requests=None,
             max_rows=len(lists),
             options=self._options,
+            list_entries=entries,
         )
         self._attention.plan_on_device(tables, self._options, self._values)
 
@@ -213,6 +252,8 @@ class BatchMLASparseAttentionWrapper:
         query: Any = None,
         kv_cache: Any = None,
         indices: torch.Tensor | None = None,
+        extra_kv_cache: torch.Tensor | None = None,
+        extra_indices: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         ckv_scale: Any = None,
         ckv_scale_arr: torch.Tensor | None = None,
@@ -226,25 +267,37 @@ class BatchMLASparseAttentionWrapper:
             kv_cache: [pages, page_size, head_dim_ckv + head_dim_kpe], or a pair of caches; with kv_row_format bytes,
                 [pages, page_size, 656 or 584].
             indices: lists of the planned shape, such as this layer's; None: plan's.
+            extra_kv_cache, extra_indices: the second cache of a plan with extra_indices, and lists in place of plan's.
             lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
         """
         natural = is_natural(lse_mode)
         self._attention.require_plan("run")
-        lists = self._indices if indices is None else _lists(indices, "indices", self.device, RunError)
-        if lists.shape != self._indices.shape:
-            raise RunError(
-                f"indices has shape {tuple(lists.shape)} but the plan is for {tuple(self._indices.shape)}: plan again."
-            )
+        lists, second = self._run_lists(indices, self._indices, "indices"), None
+        if self._extra is not None:
+            others = self._run_lists(extra_indices, self._extra, "extra_indices")
+            second = second_of(self._options, extra_kv_cache, others, self._first_lengths, self.device)
+        elif extra_kv_cache is not None or extra_indices is not None:
+            raise RunError("extra_kv_cache and extra_indices without such a plan: pass extra_indices to plan, too.")
         scales = scales_of(self._options, ckv_scale, ckv_scale_arr, kpe_scale)
         q = one_form("query", query, QUERIES, q_nope, q_pe)
         cache = one_form("kv_cache", kv_cache, CACHES, ckv_cache, kpe_cache)
         try:
             tensors = Tensors(q, cache, out, lse)
-            result = self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl)
+            result = self._attention.run_indices(tensors, lists, return_lse, scales, sinks, enable_pdl, second)
         except FlashpageError as error:
             use_run_names(error, query, kv_cache)
             raise
         return in_base_e(result, lse) if natural else result
+
+    def _run_lists(self, given: Any, planned: torch.Tensor, name: str) -> torch.Tensor:
+        if given is None:
+            return planned
+        lists = _lists(given, name, self.device, RunError)
+        if lists.shape != planned.shape:
+            raise RunError(
+                f"{name} has shape {tuple(lists.shape)} but the plan is for {tuple(planned.shape)}: plan again."
+            )
+        return lists
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -267,14 +320,21 @@ def _lists(indices: Any, name: str, device: torch.device, error: Any) -> torch.T
     return indices.flatten(0, -2)
 
 
-def _check_lengths(lens: torch.Tensor, rows: int, topk: int) -> None:
-    tensor_memory.address(lens, "topk_length", PlanError)
+def _lens_of(lengths: torch.Tensor | None, rows: int, topk: int) -> torch.Tensor | None:
+    """A copy of lengths that the host has, which are `topk` if None is given; None: a card has them."""
+    if lengths is None:
+        return torch.full((rows,), topk, dtype=torch.int32, device="cpu")
+    return lengths.clone() if lengths.is_cpu else None
+
+
+def _check_lengths(lens: torch.Tensor, rows: int, topk: int, name: str) -> None:
+    tensor_memory.address(lens, name, PlanError)
     if lens.shape != (rows,) or lens.dtype not in (torch.int32, torch.int64):
         raise PlanError(
-            f"topk_length has shape {tuple(lens.shape)} and dtype {lens.dtype}: "
+            f"{name} has shape {tuple(lens.shape)} and dtype {lens.dtype}: "
             f"pass int32 or int64, one entry a row ({rows})."
         )
-    check_entries(lens, topk, "topk_length", PlanError)
+    check_entries(lens, topk, name, PlanError)
 
 
 def check_entries(lens: torch.Tensor, topk: int, name: str, error: type[FlashpageError]) -> None:
@@ -285,11 +345,11 @@ def check_entries(lens: torch.Tensor, topk: int, name: str, error: type[Flashpag
         raise error(f"{name}[{i}]={int(lens[i])} but each list has {topk} entries: pass 0 to {topk}.")
 
 
-def check_slots(lists: torch.Tensor, lens: torch.Tensor, slots: int) -> None:
+def check_slots(lists: torch.Tensor, lens: torch.Tensor, slots: int, name: str = "indices") -> None:
     """On the CPU alone, as numbers on a card would have to be waited for."""
-    tensor_memory.address(lists, "indices", RunError)  # may have been shrunk after the plan
+    tensor_memory.address(lists, name, RunError)  # may have been shrunk after the plan
     used = lists.masked_fill(torch.arange(lists.shape[1], device="cpu") >= lens[:, None], -1)
     least, most = (int(used.min()), int(used.max())) if used.numel() else (-1, -1)
     if most >= slots or least < -1:
         found = most if most >= slots else least
-        raise RunError(f"indices has {found} but the cache has {slots} tokens: pass page * page_size + token, or -1.")
+        raise RunError(f"{name} has {found} but the cache has {slots} tokens: pass page * page_size + token, or -1.")

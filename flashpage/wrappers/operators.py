@@ -295,7 +295,7 @@ _RUN_SCHEMA = (
     "Tensor? sinks, bool? enable_pdl, float? o_scale=None, Tensor? o_scales=None, "
     "Tensor? indices=None) -> ()"
 )
-_SOURCES = "paged", "ragged", "latent", "selected"  # Options.kv_source
+_SOURCES = "paged", "ragged", "latent", "selected"  # two_lists: not traced; Options.kv_source
 _OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
     *((f"run_{kv}{kind}", _RUN_SCHEMA, _run, _nothing) for kv in _SOURCES for kind in ("", "_captured")),
     (

@@ -9,7 +9,7 @@ from ..base import checks
 from ..base.errors import PlanError
 from ..base.warn import warn
 from ..kernels import kv_formats
-from ..kernels.latent_formats import check_format
+from ..kernels.latent_formats import check_format, has_two_caches
 from ..kernels.options import Options, RunOptions, check_options, check_rope, check_scale, check_soft_cap, check_window
 from ..plan.session import Planner
 
@@ -157,6 +157,13 @@ class LatentArguments(NamedTuple):
     is_selected: bool = False  # each row lists its tokens
     q_len_per_req: Any = 0  # 0: the lengths say
     has_mask: bool = False
+    has_two_caches: bool = False  # with is_selected: each row has a list for each of two caches
+
+    @property
+    def kv_source(self) -> str:
+        if not self.is_selected:
+            return "latent"
+        return "two_lists" if self.has_two_caches else "selected"
 
     def checked(self) -> tuple[Options, RunOptions]:
         """The options, and the values that runs use."""
@@ -166,8 +173,13 @@ class LatentArguments(NamedTuple):
         kpe = checks.whole("head_dim_kpe", self.head_dim_kpe, 0)
         given = None if self.kv_data_type is None else checks.dtype("kv_data_type", self.kv_data_type)
         latent_format, kv_dtype = check_format(self.kv_row_format, given, (ckv, kpe))
+        if self.has_two_caches and not has_two_caches(latent_format):
+            raise PlanError(
+                f"extra_indices with kv_row_format={self.kv_row_format!r}: rows of q list tokens of two caches in "
+                "kv_row_format='deepseek_v4' alone."
+            )
         options = check_options(
-            kv_source="selected" if self.is_selected else "latent",
+            kv_source=self.kv_source,
             num_qo_heads=checks.whole("num_heads", self.num_heads, 1),
             num_kv_heads=1,
             head_dim_qk=ckv + kpe,

@@ -74,7 +74,7 @@ def test_under_compile(tensors: Any) -> None:
 
 
 def test_a_window_and_a_list_in_one_softmax(tensors: Any) -> None:
-    """DeepSeek V4 reads two caches; states of both are merged."""
+    """Two caches without a launch for both: their states are merged."""
     q, cache, lists = tensors
     states = []
     for part in (lists[:, :4].contiguous(), lists[:, 4:].contiguous()):

@@ -1,8 +1,8 @@
 """Sparse attention as DeepSeek's models call it, in turns with FlashMLA where it is installed: prefill over bf16 rows,
 and V4's decode, in which a row reads a window of one cache and a list of another, both in rows of 584 bytes.
 
-Plans are made before. FlashMLA takes 64 and 128 heads, and reads both caches in one call; flashpage runs each cache and
-merges. `--small --device cpu` runs tiny shapes: it only shows that the program works.
+Plans are made before. FlashMLA takes 64 and 128 heads. Both libraries read both caches in one call. `--small --device
+cpu` runs tiny shapes: it only shows that the program works.
 
     python tests/bench/sparse_calls.py --json sparse_calls.jsonl
 """
@@ -142,17 +142,10 @@ class Decode:
         return exact(self.q, torch.cat([self._tokens(pool, lists[0]) for pool, lists in pairs]), self.scale, self.sinks)
 
     def own_call(self) -> Call:
-        kinds = {"kv_row_format": "deepseek_v4", "sm_scale": self.scale, "output_dtype": torch.float32}
-        first, second = (run_of(self.case, lists, CKV, **kinds) for lists in self.lists)
-
-        def call() -> Tensor:
-            window = first(
-                query=self.q, kv_cache=self.pools[0], indices=self.lists[0], sinks=self.sinks, return_lse=True
-            )
-            others = second(query=self.q, kv_cache=self.pools[1], indices=self.lists[1], return_lse=True)
-            return flashpage.merge_state(*window, *others)[0].bfloat16()
-
-        return call
+        (first, second), (cache, extra) = self.lists, self.pools
+        run = run_of(self.case, first, CKV, kv_row_format="deepseek_v4", sm_scale=self.scale, extra_indices=second)
+        given = {"query": self.q, "kv_cache": cache, "extra_kv_cache": extra, "sinks": self.sinks, "return_lse": True}
+        return lambda: run(**given)[0]
 
     def flashmla_call(self) -> Call:
         import flash_mla

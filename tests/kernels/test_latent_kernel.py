@@ -59,6 +59,7 @@ TRANSPOSED_CASES = [
     latent_case("selected", "lists with gaps", (2, 1), (190, 70), selected="padded", sinks=True),
     latent_case("v32", "rows of 656 bytes, a list", (1, 2), (230, 70), **_V32, **_LISTED),
     latent_case("v4", "rows of 584 bytes", (2,), (140,), **_V4, **_LISTED),
+    latent_case("v4-two", "in two caches", (2,), (140,), second_page=2, **_V4, **_LISTED),
     latent_case("tokens", "scales of tokens, fp16", (1,), (170,), row_format="tokens", **_MISTRAL),
     latent_case("fp32", "fp32 outputs", (1,), (170,), o_dtype="float32"),
     latent_case("128-48", "few columns, single rows", (1,), (300,), head_dim=176, head_dim_vo=128, page_size=1),
@@ -121,6 +122,16 @@ COLUMNS_CASES = [
         **_96_LISTED,
     ),
     latent_case("v4-turns", "rows of 584 bytes, fp16", (1, 1), (230, 400), q_dtype="float16", **_V4, **_40_LISTED),
+    latent_case("two-edges", "lists of two caches", _ONES, _EDGES, second_page=2, **_V4, **_96_LISTED),
+    latent_case(
+        "two-turns",
+        "lists of two caches, of known lengths",
+        (1, 1),
+        (230, 400),
+        second_page=16,
+        **_V4,
+        **_40_LISTED | {"selected": "lengths"},
+    ),
     latent_case(
         "tokens-fp16", "scales of tokens, two row tiles", (2,), (170,), row_format="tokens", **_ROWS_64, **_MISTRAL
     ),
@@ -137,6 +148,20 @@ WIDE_CASES = [
     ),
     latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1, **_ROWS_64),
     latent_case("page-3", "single rows, causal", (1, 2), (70, 129), page_size=3, causal=True, num_q_heads=40),
+    latent_case("v4-edges", "rows of 584 bytes converted by pairs", _ONES, _EDGES, **_V4, **_96_LISTED),
+    latent_case("v4-edges-1", "converted by one CTA", _ONES, _EDGES, **_V4, **_40_LISTED),
+    latent_case("v4-pages", "pages, causal", (2, 1), (64, 129), causal=True, page_size=64, **_V4, **_ROWS_64),
+    latent_case("v4-two", "lists of two caches", _ONES, _EDGES, second_page=2, **_V4, **_96_LISTED),
+    latent_case(
+        "v4-two-1",
+        "of known lengths, fp16",
+        (1, 1, 1),
+        (230, 30, 400),
+        second_page=16,
+        q_dtype="float16",
+        **_V4,
+        **_40_LISTED | {"selected": "lengths"},
+    ),
     latent_case("rows-fp32", "fp32 outputs", (1,), (170,), o_dtype="float32", page_size=1, **_ROWS_64),
     latent_case("selected-two", "known lengths", (1, 2), (140, 70), selected="lengths", sinks=True, num_q_heads=96),
     latent_case(
@@ -259,7 +284,8 @@ def test_single_rows_may_lie_far_apart(form: dict[str, Any], tmp_path: Path) -> 
         ({"selected": "padded"}, {32: TRANSPOSED, 40: WIDE, 128: WIDE}),
         ({"row_format": "deepseek_v32"}, {16: IN_E4M3, 32: IN_E4M3, 128: IN_E4M3}),
         ({"row_format": "deepseek_v32", "q_dtype": "float16"}, {32: TRANSPOSED, 64: BY_COLUMNS, 128: BY_COLUMNS}),
-        (_V4 | {"selected": "padded"}, {32: TRANSPOSED, 64: BY_COLUMNS, 128: BY_COLUMNS}),
+        (_V4 | {"selected": "padded"}, {32: TRANSPOSED, 64: WIDE, 128: WIDE}),
+        (_V4 | {"selected": "padded", "second_page": 64}, {32: TRANSPOSED, 64: WIDE, 128: WIDE}),
     ],
 )
 def test_the_kernel_of_a_form(form: dict[str, Any], by_heads: dict[int, AttentionKernel]) -> None:
@@ -304,7 +330,9 @@ def test_contexts_do_not_change_the_tile_over_rows_in_fp8(kernel: AttentionKerne
         (IN_E4M3, 64, {"selected": "padded", "row_format": "deepseek_v32"}),
         (IN_E4M3, 16, {"selected": "padded", "row_format": "deepseek_v32"}),
         (IN_E4M3, 32, {"selected": "padded", "row_format": "deepseek_v32"}),
-        (TRANSPOSED, 32, {"selected": "padded", "o_dtype": "float32", **_V4}),
+        (TRANSPOSED, 32, {"selected": "padded", "second_page": 64, "o_dtype": "float32", **_V4}),
+        (WIDE, 64, {"selected": "padded", "second_page": 64, **_V4}),
+        (WIDE, 128, {"selected": "padded", "second_page": 64, "o_dtype": "float32", **_V4}),
     ],
 )
 def test_ci_looks_at_the_machine_code(kernel: AttentionKernel, rows: int, form: dict[str, Any]) -> None:

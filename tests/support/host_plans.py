@@ -39,6 +39,9 @@ def listed(case: Case, inputs: Inputs) -> tuple[Case, Inputs]:
     rows, topk = indices.shape
     lens = (topk,) * rows if lengths is None else tuple(lengths.tolist())
     starts = torch.arange(rows + 1)
+    if case.second_page:
+        two = latent_rows.two_lists(case, indices, lengths, inputs.cache.argument("cpu")[0].squeeze(2))
+        indices, lens = two.first, two.lens()
     case = dataclasses.replace(case, q_lens=(1,) * rows, kv_lens=lens)
     return case, dataclasses.replace(inputs, qo_indptr=starts, indptr=starts * topk, indices=indices)
 

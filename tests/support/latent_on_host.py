@@ -22,6 +22,7 @@ from flashpage.kernels.kernel import AttentionKernel
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tensor_maps import loader_tokens
 from flashpage.kernels.work import Problem, Work
+from flashpage.wrappers.two_lists import SecondLists
 
 _ELEMENTS = {"bfloat16": "Bf16", "float16": "Half", "float32": "float"}
 
@@ -99,6 +100,12 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
             k_scale.data_ptr(),
             case.score_scale / 2,
         )
+    if case.second_page:
+        assert inputs.masks is not None
+        given = latent_rows.lists(case, inputs.indptr, inputs.indices, inputs.masks)
+        two = latent_rows.two_lists(case, *given, first)
+        second = SecondLists(two.cache.view(torch.float8_e4m3fn), two.second, two.first_lengths)
+        second.read_from(params, latent_rows.options_of(case), two.first.shape[1])
     scales = latent_rows.run_arguments(case, inputs.cache, "cpu")  # which must live as long as params
     latent_rows.set_scales(params, **scales)
     forms = [map_of(half.unsqueeze(2), (128, box, 1, 1)) for half in (first, second) if box]

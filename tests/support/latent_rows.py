@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from caches import Cache, Shape, write_pages
@@ -141,6 +141,41 @@ def lists(case: Case, indptr: torch.Tensor, indices: torch.Tensor, masks: list[t
     return listed, None
 
 
+class TwoLists(NamedTuple):
+    """A case's lists, divided between its cache and a second one that has the same tokens in other places."""
+
+    first: torch.Tensor
+    first_lengths: torch.Tensor | None
+    second: torch.Tensor
+    second_lengths: torch.Tensor | None
+    cache: torch.Tensor  # the second one, [pages, second_page, bytes]
+
+    def lens(self) -> tuple[int, ...]:
+        """Tokens of each row as its plan sees them."""
+        rows, topk = self.second.shape
+        others = [topk] * rows if self.second_lengths is None else self.second_lengths.tolist()
+        return tuple(self.first.shape[1] + count for count in others)
+
+
+def two_lists(case: Case, listed: torch.Tensor, lengths: torch.Tensor | None, cache: torch.Tensor) -> TwoLists:
+    """`cache`: [pages, page_size, bytes]."""
+    found, pages = latent_formats.PACKED[case.packed_format], cache.reshape(len(cache), -1)
+    width = found.quantised + 2 * (case.head_dim - found.quantised)
+    rows = pages[:, : case.page_size * width].reshape(-1, width).flip(0)
+    scales = pages[:, case.page_size * width :].reshape(len(rows), -1).flip(0)
+    added = -len(rows) % case.second_page
+    rows, scales = (torch.nn.functional.pad(part, (0, 0, 0, added), value=0xFF) for part in (rows, scales))
+    parts = [part.reshape(len(rows) // case.second_page, -1) for part in (rows, scales)]
+    columns = listed.shape[1] // 3
+    first, second = listed[:, :columns].contiguous(), listed[:, columns:].contiguous()
+    in_second = (second >= 0) & (second < len(cache) * case.page_size)
+    second = torch.where(in_second, len(cache) * case.page_size - 1 - second, second)
+    of_first = None if lengths is None else lengths.clamp(max=columns)
+    of_second = None if of_first is None else lengths - of_first
+    held = torch.cat(parts, 1).reshape(-1, case.second_page, found.row_bytes)
+    return TwoLists(first, of_first, second, of_second, held)
+
+
 def options_of(case: Case) -> Options:
     """The options of a plan for the case."""
     q, kv, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type, case.out_type))
@@ -148,7 +183,7 @@ def options_of(case: Case) -> Options:
     stored = None if case.packed_format else kv
     row_format, found = latent_formats.check_format(case.packed_format or None, stored, head_dims)
     sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
-    source = "selected" if case.selected else "latent"
+    source = ("two_lists" if case.second_page else "selected") if case.selected else "latent"
     return Options(source, *sizes, q, found or kv, out, causal=case.causal, latent_format=row_format)
 
 

@@ -97,5 +97,10 @@ def planned_run(inputs: Inputs, form: str, device: str, workspace: torch.Tensor,
     indices, lengths = latent_rows.lists(case, inputs.indptr, inputs.indices, inputs.masks)
     if form == "on_device" and lengths is not None:
         lengths = lengths.to(device)
-    sparse.plan(indices.to(device), lengths, **plan_options(case))
-    return lambda **given: sparse.run(**given, lse_mode=case.lse_mode)
+    options, second = plan_options(case), {}
+    if case.second_page:
+        two = latent_rows.two_lists(case, indices, lengths, inputs.cache.argument("cpu")[0].squeeze(2))
+        indices, lengths, second = two.first, two.first_lengths, {"extra_kv_cache": two.cache.to(device)}
+        options |= {"extra_indices": two.second.to(device), "extra_topk_length": two.second_lengths}
+    sparse.plan(indices.to(device), lengths, **options)
+    return lambda **given: sparse.run(**given, **second, lse_mode=case.lse_mode)

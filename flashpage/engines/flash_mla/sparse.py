@@ -11,7 +11,7 @@ import torch
 from ...base import checks
 from ...base.errors import CapabilityError, RunError
 from ...base.memory import is_capturing
-from ...kernels.latent_formats import PACKED
+from ...kernels.latent_formats import PACKED, has_two_caches
 from ...plan.lengths import Lengths
 from ...plan.page_indices import NO_PAGES
 from ...run.checks import NO_SCALES, Tensors
@@ -19,7 +19,9 @@ from ...wrappers.function_plans import Tables, plan_of
 from ...wrappers.latent_sparse import SELECTED, SelectedAttention, check_entries, check_slots
 from ...wrappers.lse_mode import LN_2
 from ...wrappers.merge import merge_state_in_place
+from ...wrappers.operators import is_traced
 from ...wrappers.plan_arguments import LatentArguments
+from ...wrappers.two_lists import SecondLists
 
 _FORMATS = {found.row_bytes: name for name, found in PACKED.items()}
 _KV_FORMATS = {"V32": PACKED["deepseek_v32"].row_bytes, "V4": PACKED["deepseek_v4"].row_bytes}
@@ -33,6 +35,20 @@ class Lists(NamedTuple):
     cache: torch.Tensor  # [pages, page_size, columns or bytes]
     indices: torch.Tensor  # [rows, topk] int32: page * page_size + token of the page; -1: none
     lengths: torch.Tensor | None  # [rows] int32, entries that are used; None: all
+
+    def lens(self) -> torch.Tensor:
+        """Entries of each list that are used."""
+        if self.lengths is not None:
+            return self.lengths
+        rows, topk = self.indices.shape
+        return torch.full((rows,), topk, dtype=torch.int32, device=self.indices.device)
+
+    def is_joint_with(self, others: Lists) -> bool:
+        """Whether one launch reads both caches."""
+        row_format = _row_format(self.cache)
+        if row_format is None or row_format != _row_format(others.cache):
+            return False
+        return has_two_caches(row_format) and not is_traced()
 
 
 class SparseCall(NamedTuple):
@@ -57,9 +73,20 @@ class SparseCall(NamedTuple):
         out, lse = attention.run_indices(tensors, lists.indices, True, NO_SCALES, None, None)
         return out, lse
 
-    def _planned(self, lists: Lists) -> tuple[SelectedAttention, torch.Tensor]:
+    def joint_state(self, lists: Lists, others: Lists) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the LSE, base 2, over two caches in one launch."""
+        attention, _ = self._planned(lists, others)
+        for each, name in ((lists, "indices"), (others, "extra_indices_in_kvcache")):
+            if each.cache.is_cpu:
+                check_slots(each.indices, each.lens(), each.cache.shape[0] * each.cache.shape[1], name)
+        tensors = Tensors(self.query, lists.cache.view(torch.float8_e4m3fn), None, None)
+        second = SecondLists(others.cache.view(torch.float8_e4m3fn), others.indices, lists.lengths)
+        out, lse = attention.run_indices(tensors, lists.indices, True, NO_SCALES, None, None, second)
+        return out, lse
+
+    def _planned(self, lists: Lists, others: Lists | None = None) -> tuple[SelectedAttention, torch.Tensor]:
         """The Attention with a plan for these lists, and their lengths."""
-        (rows, topk), ckv = lists.indices.shape, checks.whole("head_dim_ckv", self.head_dim_vo, 1, error=RunError)
+        rows, ckv = len(lists.indices), checks.whole("head_dim_ckv", self.head_dim_vo, 1, error=RunError)
         row_format = _row_format(lists.cache)
         arguments = LatentArguments(
             num_heads=self.query.shape[1],
@@ -73,29 +100,34 @@ class SparseCall(NamedTuple):
             kv_row_format=row_format,
             disable_split_kv=self.uncut,
             is_selected=True,
+            has_two_caches=others is not None,
         )
         plan = plan_of(self.query.device, "NHD", arguments, SELECTED)
-        lens = lists.lengths
-        if lens is None:
-            lens = torch.full((rows,), topk, dtype=torch.int32, device=lists.indices.device)
+        # A row has the entries of its first list, of which some may be unused, and then those of its second one.
+        last, before = (lists, 0) if others is None else (others, lists.indices.shape[1])
+        lens, topk = last.lens() + before if before else last.lens(), before + last.indices.shape[1]
         captures = is_capturing(lists.indices.device)  # a graph makes its own plan
-        key = None if self.key is None or lists.lengths is not None else (self.key, rows, topk, captures)
+        key = None if self.key is None or last.lengths is not None else (self.key, rows, topk, captures)
         if lens.is_cpu:
             starts = torch.arange(rows + 1, device="cpu") * topk
             found = plan.on_host(key, lambda: (Lengths(None, starts, None, lens), NO_PAGES))
         else:
-            found = plan.on_device(Tables(lens, lists.indices), key)
+            found = plan.on_device(Tables(lens, lists.indices, list_entries=topk), key)
         assert isinstance(found, SelectedAttention)
         return found, lens
 
 
 def attend(call: SparseCall, lists: list[Lists], attn_sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [rows, heads, head_dim_vo] and LSE [rows, heads], base e and without the sink, over all lists."""
-    if len(lists) > 1:  # states are merged in fp32, so that the output is rounded once
+    is_joint = len(lists) == 2 and lists[0].is_joint_with(lists[1])
+    if len(lists) > 1 and (attn_sink is not None or not is_joint):  # the output is rounded once, after fp32 states
         call = call._replace(out_dtype=torch.float32)
-    out, lse = call.state(lists[0])
-    for others in lists[1:]:
-        merge_state_in_place(out, lse, *call.state(others))
+    if is_joint:
+        out, lse = call.joint_state(*lists)
+    else:
+        out, lse = call.state(lists[0])
+        for others in lists[1:]:
+            merge_state_in_place(out, lse, *call.state(others))
     lse = lse * LN_2
     return with_sink(call, out, lse, attn_sink), lse
 

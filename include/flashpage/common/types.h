@@ -55,10 +55,12 @@ struct select_type<false, A, B> {
 };
 
 // latent: pages of rows that all query heads read; K is the whole row, V its first head_dim_vo columns. selected: such
-// rows, but each row of q lists the tokens that it reads.
-enum class KvSource { paged, ragged, latent, selected };
+// rows, but each row of q lists the tokens that it reads. two_lists: each row of q has a list for each of two caches.
+enum class KvSource { paged, ragged, latent, selected, two_lists };
 template <KvSource source>
-inline constexpr bool is_latent = source == KvSource::latent || source == KvSource::selected;
+inline constexpr bool reads_lists = source == KvSource::selected || source == KvSource::two_lists;
+template <KvSource source>
+inline constexpr bool is_latent = source == KvSource::latent || reads_lists<source>;
 // How the cache stores latent rows: params/latent_format.h.
 enum class LatentFormat { plain, scaled, deepseek_v32, deepseek_v4 };
 // Masks in addition to causal and window, which are run-time values. `function` is a variant's mask; a kernel evaluates

@@ -16,7 +16,7 @@ template <class Traits>
 struct KvTile {
   using Kv = typename Traits::StoredCache;
   static constexpr int tokens = Traits::tile_kv;
-  static constexpr bool has_tails = is_latent<Traits::kv_source>, is_selected = Traits::kv_source == KvSource::selected;
+  static constexpr bool has_tails = is_latent<Traits::kv_source>, is_selected = reads_lists<Traits::kv_source>;
   i32 begin, count;  // tokens of the request
   const Kv* keys[tokens];
   const Kv* values[tokens];
@@ -50,10 +50,26 @@ bool find_slot(const AttentionParams& params, const WorkItem& item, i32 token, C
   return true;
 }
 
+// Rows of two lists, whose format holds their scales.
+template <class Traits>
+void locate_entries(const AttentionParams& params, const WorkItem& item, KvTile<Traits>& tile) {
+  using Format = typename LatentFormatOf<Traits, Traits::latent_format>::type;
+  __builtin_memset(tile.exists, 0, sizeof tile.exists);
+  const i32 first_length = first_list_length(params, item.q_begin);
+  for (i32 i = 0; i < tile.count; ++i) {
+    const i32 token = tile.begin + i;
+    const bool is_used = token < first_length || is_in_second(params, token);
+    const i32 entry = is_used ? *entry_of_lists(params, item.q_begin, token) : -1;
+    tile.exists[i / num_lanes] |= u32{entry >= 0} << i % num_lanes;
+    tile.parts[i] = entry >= 0 ? parts_of_entry<Format>(params, entry, token) : LatentParts{};
+  }
+}
+
 // Latent rows that are in fp8 or listed one by one.
 template <class Traits>
 void locate_slots(const AttentionParams& params, const WorkItem& item, KvTile<Traits>& tile) {
   using Kv = typename Traits::StoredCache;
+  if constexpr (Traits::kv_source == KvSource::two_lists) return locate_entries(params, item, tile);
   if constexpr (KvTile<Traits>::is_selected) __builtin_memset(tile.exists, 0, sizeof tile.exists);
   for (i32 i = 0; i < tile.count; ++i) {
     CacheSlot slot = {};

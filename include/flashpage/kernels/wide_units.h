@@ -34,7 +34,8 @@ struct WidePlace {
   Place place;
   i32 first_token;  // of the first block; may be before the unit's first token
   i32 blocks;
-  float scale;  // of the unit's scores
+  i32 first_length;  // first_length_of
+  float scale;       // of the unit's scores
   // Counts of this CTA's earlier units and blocks, from which phases of barriers follow; computing warps have no
   // registers for them.
   u32 units_before;
@@ -91,21 +92,28 @@ struct WideUnits {
 
   // Goes through the plan. `load_query(place, use)` loads a unit's Q.
   FP_DEVICE void plan(auto&& load_query) const {
+    begin();
+    for (u32 use = 0;; ++use) {
+      shared.place_ring.wait_full(use);
+      const Place& place = shared.places[shared.place_ring.slot(use)].place;
+      if (place.done) return;
+      load_query(place, use);
+      publish_next(use);
+    }
+  }
+  // The parts of `plan`: publishes the first unit, and the one after `use`.
+  FP_DEVICE void begin() const {
     if (lane == 0) {
       shared.cursor.start(params.plan, blockIdx.x / Traits::ctas);
       publish(0);
       stamp<Traits>(params, Stamp::plan_known);
     }
     __syncwarp();
-    for (u32 use = 0;; ++use) {
-      shared.place_ring.wait_full(use);
-      const Place& place = shared.places[shared.place_ring.slot(use)].place;
-      if (place.done) return;
-      load_query(place, use);
-      __syncwarp();
-      if (lane == 0) publish(use + 1);
-      __syncwarp();
-    }
+  }
+  FP_DEVICE void publish_next(u32 use) const {
+    __syncwarp();
+    if (lane == 0) publish(use + 1);
+    __syncwarp();
   }
 
  private:
@@ -124,6 +132,8 @@ struct WideUnits {
       to.blocks_before[1] = last.blocks_before[1] + last.blocks / 2;
     }
     const Unit& unit = to.place.unit;
+    if constexpr (Traits::kv_source == KvSource::two_lists)
+      to.first_length = to.place.done ? 0 : first_length_of<Traits::kv_source>(params, to.place.item);
     to.scale = latent_score_scale<Traits>(params, to.place.item, unit);
     to.first_token = Traits::loader == Loader::boxes ? unit.kv_begin & -params.box_tokens : unit.kv_begin;
     to.blocks = unit.kv_end > unit.kv_begin ? ceil_div(unit.kv_end - to.first_token, Shared::tokens) : 0;

@@ -120,6 +120,39 @@ struct LatentFormatOf<Traits, LatentFormat::deepseek_v4> {
   using type = DeepseekV4Latent<Traits>;
 };
 
+// Two lists of a row of q: entries of the first one that are used, and the place of a token's entry.
+FP_HOST_DEVICE i32 first_list_length(const AttentionParams& params, i32 row) {
+  return params.second.first_lengths ? params.second.first_lengths[row] : params.second.first_columns;
+}
+FP_HOST_DEVICE const i32* entry_of_lists(const AttentionParams& params, i32 row, i32 token) {
+  const SecondLists& second = params.second;
+  const i32* const of_first = params.kv_indices + i64{row} * second.first_columns;
+  const i32* const of_second = second.indices + (i64{row} * second.columns - second.first_columns);
+  return (token < second.first_columns ? of_first : of_second) + token;
+}
+
+// One of two caches, as formats read it.
+struct ListedCache {
+  KvView k;
+  FastDiv page;
+};
+FP_HOST_DEVICE bool is_in_second(const AttentionParams& params, i32 token) {
+  return token >= params.second.first_columns;
+}
+FP_HOST_DEVICE ListedCache cache_of_token(const AttentionParams& params, i32 token) {
+  if (is_in_second(params, token)) return {params.second.k, params.second.page};
+  return {params.k, params.page};
+}
+
+// The parts of the token of an entry that is not negative.
+template <class Format>
+FP_HOST_DEVICE LatentParts parts_of_entry(const AttentionParams& params, i32 entry, i32 token) {
+  const ListedCache cache = cache_of_token(params, token);
+  u32 page, in_page;
+  cache.page.divmod(entry, page, in_page);
+  return Format::find(cache, CacheSlot{page, in_page});
+}
+
 template <class Traits>
 inline constexpr bool converts_latents = Traits::latent_format != LatentFormat::plain;
 

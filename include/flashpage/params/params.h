@@ -16,6 +16,17 @@ struct KvView {
   i64 head_stride;
 };
 
+// Lists of tokens of two caches (KvSource::two_lists): what the second cache adds. A row's tokens are the entries of
+// its first list, and then those of its second one.
+struct SecondLists {
+  KvView k;                  // the second cache
+  const i32* indices;        // [rows, columns]; of the first lists: AttentionParams::kv_indices, [rows, first_columns]
+  const i32* first_lengths;  // [rows], entries of the first lists that are used; null: all
+  FastDiv page;              // tokens of a page of the second cache
+  i32 columns;
+  i32 first_columns;
+};
+
 struct AttentionParams {
   const void* q;  // [total_q, num_q_heads, head_dim_qk]
   void* out;      // [total_q, num_q_heads, head_dim_vo]
@@ -65,6 +76,7 @@ struct AttentionParams {
   i32 most_merge_rounds;  // the attention launch leaves units of more merge_rounds to the merge kernel; 0: it leaves
                           // none
   const float* out_scale;  // divides fp8 outputs: a device scalar (a float divides value_scale); null: 1
+  SecondLists second;      // read if rows list tokens of two caches
 };
 
 // Values that a variant captured. The spec numbers the slots; strides are in elements.

@@ -34,6 +34,9 @@ class Case:
     # each row of q lists the tokens that it sees: padded (entries of -1) | lengths (entries after topk_length are not
     # read); "": all tokens
     selected: str = ""
+    second_page: int = (
+        0  # selected, deepseek_v4: the later part of a list is of a second cache with such pages; 0: none
+    )
     # latent rows in fp8: numbers | tensors | tokens (their scales), deepseek_v32, deepseek_v4; + "-uneven": scales that
     # are no powers of two
     row_format: str = ""

@@ -83,7 +83,20 @@ def _selected_rows() -> list[Case]:
             row_format="deepseek_v4",
             num_q_heads=64,
             o_dtype="float32",
-            reduced=True,
+        ),
+        *(
+            latent_case(
+                *(f"selected-v4-two-{heads}", "rows of 584 bytes in two caches", *batch),
+                selected=selected,
+                page_size=64,
+                head_dim=512,
+                row_format="deepseek_v4",
+                num_q_heads=heads,
+                second_page=16,
+                sinks=heads > 16,
+                reduced=heads == 128,
+            )
+            for heads, selected in ((16, "padded"), (64, "lengths"), (128, "padded"))
         ),
         latent_case("selected-prefill", "many rows", (90,), (120,), selected="lengths", mask_kind="past"),
     ]

@@ -69,9 +69,11 @@ struct LatentAttention {
   FP_DEVICE void note_rows(const Place& place, int tile, i32 found) {
     if (thread() >= tokens) return;
     const i32 token = place.unit.kv_begin + tile * tokens + thread();
-    const bool exists = token < place.unit.kv_end && found >= 0;
+    constexpr KvSource source = Traits::kv_source;
+    const bool exists = token < place.unit.kv_end && found >= 0 &&
+                        is_used<source>(params, token, first_length_of<source>(params, place.item));
     const KvRows<Traits::kv_source> rows(params, place.item);
-    shared.tiles.note(params, tile, thread(), exists ? rows.slot(found, token) : CacheSlot{0, 0}, exists);
+    shared.tiles.note(params, tile, thread(), rows, exists ? found : 0, exists ? token : 0, exists);
   }
 
   FP_DEVICE void begin(const Place& place) {
@@ -133,7 +135,7 @@ struct LatentAttention {
     const WarpRows warp_rows{params, place.item, unit, warp_row(), lane()};
     if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, warp_rows, args, first);
     if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, warp_rows, args, first);
-    if constexpr (Traits::kv_source == KvSource::selected) shared.tiles.hide_missing(scores, tile, lane());
+    if constexpr (reads_lists<Traits::kv_source>) shared.tiles.hide_missing(scores, tile, lane());
     state.update(scores, values, softmax_scale_of<Traits>(scale, args));
     const Probabilities<Traits, tokens / 8> probabilities(scores);
     multiply_values(values, probabilities, rows + first_column() * int(sizeof(typename S::Cache)), lane(), nothing);

@@ -73,11 +73,14 @@ struct ColumnsConvert {
   static_assert(is_tail ? is_same<Scales, PartScales<float>> : columns <= Scales::count * Format::scale_columns,
                 "what PartScales holds");
 
-  static constexpr u32 nowhere = 0xffffffff;
+  static constexpr bool has_two_caches = Traits::kv_source == KvSource::two_lists;
+  static constexpr u32 nowhere = 0xffffffff, in_second = 1u << 31;
 
   // A token's row, as a lane reads it.
   struct Row {
-    u32 at;  // 16 bytes from the part's first row in the cache; nowhere: there is no token
+    // 16 bytes from the part's first row in the cache, and `in_second` if that is the second one; nowhere: there is no
+    // token.
+    u32 at;
     Scales scales;
   };
 
@@ -157,20 +160,37 @@ struct ColumnsConvert {
   FP_DEVICE void look_up(int block) {
     // Without a branch, after which the compiler would wait for the number.
     const i32 token = min_of(token_of(block), place->place.unit.kv_end - 1);
-    found = Rows(params, place->place.item.kv_offset).look_up(token);
+    found = Rows(params, place->place.item).look_up(token);
   }
   FP_DEVICE Row row_of(i32 number, int block) const {
-    if (number < 0 || token_of(block) >= place->place.unit.kv_end) return {nowhere, {}};
+    const i32 token = token_of(block);
+    if (number < 0 || token >= place->place.unit.kv_end) return {nowhere, {}};
+    if (!is_used<Traits::kv_source>(params, token, place->first_length)) return {nowhere, {}};
     const LatentParts parts = parts_of(number, block);
     Scales scales{};
     if constexpr (is_same<Scales, PartScales<float>>)
       scales.one = is_tail ? Format::rest_scale(params) : Format::common_scale(params);
     if (!is_tail && Format::has_scales(params))
       scales = Scales::load(parts.scales, first_column() / Format::scale_columns);
-    return {static_cast<u32>((begin_of(parts) - begin_of(Format::find(params, CacheSlot{0, 0}))) / 16), scales};
+    return {place_of(begin_of(parts), token), scales};
   }
   FP_DEVICE LatentParts parts_of(i32 number, int block) const {
-    return Format::find(params, Rows(params, place->place.item.kv_offset).slot(number, token_of(block)));
+    return Rows(params, place->place.item).template parts<Format>(params, number, token_of(block));
+  }
+  // Row::at of a token whose part is there.
+  FP_DEVICE u32 place_of(const u8* there, i32 token) const {
+    if constexpr (has_two_caches) {
+      const u8* const first = begin_of(Format::find(params.second, CacheSlot{0, 0}));
+      if (is_in_second(params, token)) return static_cast<u32>((there - first) / 16) | in_second;
+    }
+    return static_cast<u32>((there - first_begin()) / 16);
+  }
+  FP_DEVICE const u8* first_begin() const { return begin_of(Format::find(params, CacheSlot{0, 0})); }
+  // A piece of the row at this place. `from`: of the first row of the first cache.
+  FP_DEVICE const u8* piece_at(const u8* from, u32 at) const {
+    if constexpr (!has_two_caches) return from + static_cast<u64>(at) * 16;
+    const i64 between = static_cast<const u8*>(params.second.k.data) - static_cast<const u8*>(params.k.data);
+    return from + (at & in_second ? between : 0) + static_cast<u64>(at & ~in_second) * 16;
   }
   FP_DEVICE static const u8* begin_of(const LatentParts& parts) { return is_tail ? parts.rest : parts.quantised; }
   FP_DEVICE int first_column() const { return Tile::template first_column<is_tail>(part); }
@@ -190,7 +210,7 @@ struct ColumnsConvert {
   FP_DEVICE const u8* first_piece() const {
     const int in_row = lane() % row_pieces;
     const int offset = in_row * 16 + (in_rest_panel(in_row) ? (in_row - panel_pieces) * 16 : 0);
-    return begin_of(Format::find(params, CacheSlot{0, 0})) + first_column() * sizeof(Stored) + offset;
+    return first_begin() + first_column() * sizeof(Stored) + offset;
   }
   FP_DEVICE static float scale_of(const Scales& scales, int in_row) { return scales.of_panel(in_row / panel_pieces); }
   // Pieces that are converted together, and their rows' scales.
@@ -217,7 +237,7 @@ struct ColumnsConvert {
     for (int k = i; k < i + together; ++k) {
       const u32 at = __shfl_sync(0xffffffff, row.at, k * rows_a_pass + lane_row);
       const bool exists = at != nowhere;
-      const u8* const piece = from + static_cast<u64>(exists ? at : 0) * 16;
+      const u8* const piece = piece_at(from, exists ? at : 0);
       ptx::cp_async<16>(ptx::shared_address(own_place(k)), piece, exists);
       if (in_rest_panel(lane() % row_pieces))
         ptx::cp_async<16>(ptx::shared_address(second_place(k)), piece + 16, exists);

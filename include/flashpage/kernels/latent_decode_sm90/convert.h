@@ -59,7 +59,7 @@ struct LatentConvert {
   int warp = threadIdx.x / 32 - Shared::Warps::first_converter;
   u32 unit_use = 0;  // units that were opened
   i64 offset = 0;    // of the unit
-  i32 token = 0, kv_end = 0, slots_left = 0;
+  i32 token = 0, kv_end = 0, slots_left = 0, first_length = 0;
   // Where the lane's groups arrive, one after the other, and the next of these places. Both differ from lane to lane:
   // a copy to the sum of a lane's register and one that all lanes share is encoded wrongly (docs/tried.md, NVRTC).
   const u32 places = ptx::shared_address(shared.arriving[warp][0][lane]);
@@ -102,7 +102,7 @@ struct LatentConvert {
       if (lane == 0) shared.converted_ring.release(unit_use);
       ++unit_use;
       if (unit.done) return {-1, 0, false, true};
-      offset = unit.offset, kv_end = unit.kv_end, slots_left = unit.slots;
+      offset = unit.offset, kv_end = unit.kv_end, slots_left = unit.slots, first_length = unit.first_length;
       token = unit.first_token + warp * rows + lane % rows;
       if (slots_left == 0) return {-1, 0, false, false};
     }
@@ -114,9 +114,9 @@ struct LatentConvert {
 
   // Not a branch: the page number must have arrived on every path before the next one is looked up.
   FP_DEVICE Source find(const Position& at) const {
-    const bool exists = at.found >= 0;
-    const CacheSlot slot = Rows(params, offset).slot(max_of(at.found, 0), exists ? at.token : 0);
-    const LatentParts parts = Format::find(params, slot);
+    const bool exists = at.found >= 0 && is_used<Traits::kv_source>(params, at.token, first_length);
+    const LatentParts parts =
+        Rows(params, offset).template parts<Format>(params, max_of(at.found, 0), exists ? at.token : 0);
     const u32 present = __ballot_sync(0xffffffff, exists) & ((1u << rows) - 1);
     return {reinterpret_cast<u64>(parts.quantised), reinterpret_cast<u64>(parts.rest),
             reinterpret_cast<u64>(parts.scales), present, at.is_slot};

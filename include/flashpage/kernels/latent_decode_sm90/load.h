@@ -94,8 +94,13 @@ struct LatentLoad {
     shared.converted_ring.wait_empty(use);
     if (lane != 0) return;
     const LatentExtent extent(place.unit, 0, Shared::tokens);
-    shared.converted[shared.converted_ring.slot(use)] = {place.item.kv_offset, extent.first_token, place.unit.kv_end,
-                                                         extent.slots, place.done};
+    const i32 first_length = place.done ? 0 : first_length_of<Traits::kv_source>(params, place.item);
+    shared.converted[shared.converted_ring.slot(use)] = {rows_offset<Traits::kv_source>(place.item),
+                                                         extent.first_token,
+                                                         place.unit.kv_end,
+                                                         extent.slots,
+                                                         first_length,
+                                                         place.done};
     ptx::mbarrier_arrive(shared.converted_ring.full_barrier(use));
   }
 

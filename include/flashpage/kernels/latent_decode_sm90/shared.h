@@ -37,7 +37,8 @@ using LatentWarps = LatentWarpsOf<!converts_latents<Traits> ? 0
 struct ConvertedUnit {
   i64 offset;  // of the request's page numbers
   i32 first_token, kv_end, slots;
-  bool done;  // no unit is left; the other fields are undefined
+  i32 first_length;  // first_length_of
+  bool done;         // no unit is left; the other fields are undefined
 };
 
 template <class Traits>
@@ -47,7 +48,7 @@ struct LatentShared {
   static constexpr bool converts = converts_latents<Traits>;
   static constexpr int tokens = Traits::tile_kv;  // of one slot: rows of a product
   static constexpr int rows = Traits::tile_q;     // of a unit: columns of a product
-  static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
+  static constexpr bool is_selected = reads_lists<Traits::kv_source>;
   using Present = PresentTokens<Traits::kv_source>;
   // Tokens whose presence is noted together: the share of a loading warp.
   static constexpr int noted = tokens / (converts ? Warps::converters : Warps::slot_loaders);

@@ -55,12 +55,12 @@ struct LatentWideSm90 {
       ptx::change_registers<Roles::first_registers, Shared::value_registers>();
       WideValues<Traits>(shared, params).run();
     }
-    if constexpr (Shared::is_pair) ptx::cluster_barrier();  // the other CTA may still pass messages here
+    if constexpr (Shared::is_cluster) ptx::cluster_barrier();  // the other CTA may still write here, or read from here
   }
 
  private:
   FP_DEVICE static void synchronise() {
-    if constexpr (Shared::is_pair) {
+    if constexpr (Shared::is_cluster) {
       ptx::cluster_barrier();
     } else {
       __syncthreads();

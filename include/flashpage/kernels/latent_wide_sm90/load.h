@@ -1,6 +1,7 @@
 // The loading warps of latent_wide_sm90: one goes through the plan and loads Q. The others load tokens: boxes of them,
 // where each warp has a part of the columns, or single rows, which the warps share (rows.h).
 #pragma once
+#include "flashpage/kernels/latent_wide_sm90/convert.h"
 #include "flashpage/kernels/latent_wide_sm90/rows.h"
 #include "flashpage/kernels/wide_query.h"
 #include "flashpage/ptx/elect.h"
@@ -82,6 +83,15 @@ struct WideLoad {
       : shared(shared), params(params), maps(maps), units(shared, params) {}
 
   FP_DEVICE void run() const {
+    if constexpr (Shared::converts) {
+      convert_units();
+    } else {
+      copy_units();
+    }
+  }
+
+ private:
+  FP_DEVICE void copy_units() const {
     if (warp == WideRoles::plan_warp) return units.plan(WideQuery<Traits, Shared>(shared, params, maps));
     if (warp >= Shared::loaders) return;
     if constexpr (!Shared::has_boxes) {
@@ -95,7 +105,30 @@ struct WideLoad {
     }
   }
 
- private:
+  // All loading warps convert, and one of them also goes through the plan. Q of a unit takes the place of the unit's
+  // before, so a block comes first.
+  FP_DEVICE void convert_units() const {
+    WideConvert<Traits> loader(shared, params);
+    const bool plans = warp == WideRoles::plan_warp;
+    if (plans) units.begin();
+    u32 use = 0;
+    for (u32 unit_use = 0;; ++unit_use) {
+      shared.place_ring.wait_full(unit_use);
+      const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
+      if (place.place.done) return;
+      loader.open(place);
+      const bool query_first = unit_use == 0 || place.blocks == 0;
+      if (query_first) loader.load_query(place);
+      for (int block = 0; block < place.blocks; ++block) {
+        loader.load(block, use++);
+        if (block == 0 && !query_first) loader.load_query(place);
+      }
+      shared.place_ring.release(unit_use);
+      if (warp == 0 && threadIdx.x % 32 == 0) stamp_first<Traits>(params, Stamp::first_load);
+      if (plans) units.publish_next(unit_use);
+    }
+  }
+
   template <WidePart part>
   FP_DEVICE void load_part() const {
     units.load_blocks(WideBoxes<Traits, part>(shared, params, maps), part == WidePart::first);

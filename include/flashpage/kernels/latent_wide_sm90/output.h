@@ -3,6 +3,7 @@
 #include "flashpage/kernels/latent_wide_sm90/shared.h"
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/rcp.h"
+#include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/merge/epilogue.h"
 
 namespace flashpage {
@@ -23,7 +24,7 @@ struct WideOutput {
   FP_DEVICE void write(const Values& values, const float2& sums) const {
     const WorkItem& item = place.item;
     const Unit& unit = place.unit;
-    const float value_scale = value_scale_of(params, item, unit.kv_head);
+    const float value_scale = latent_value_scale<Traits>(params, item, unit);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + half * 8;

@@ -188,7 +188,7 @@ struct WideScores {
     const ptx::Matrix query(ptx::shared_address(shared.query) + first_panel * Tile::panel_bytes, 0);
     const ptx::Matrix block(ptx::shared_address(keys), 0);
     ptx::mbarrier_wait(ptx::shared_address(&full), phase);
-    if constexpr (!Shared::has_boxes) ptx::fence_before_products();
+    if constexpr (Shared::products_need_fence) ptx::fence_before_products();
     ptx::wgmma_fence();  // after a wait the compiler would insert one, and serialise products
 #pragma unroll
     for (int step = 0; step < panels * 4; ++step) {

@@ -27,20 +27,26 @@ struct WideShared {
   static constexpr int tokens = 64;  // of a block
   static constexpr int rows = 64;    // packed rows of this CTA
   static constexpr int unit_rows = rows * Traits::ctas;
-  static constexpr bool is_pair = Traits::ctas > 1;  // two CTAs share the values of both
+  // Rows in fp8 become rows of Q's type (convert.h). Two CTAs then convert half of a block's tokens each, for both.
+  static constexpr bool converts = converts_latents<Traits>, shares_blocks = converts && Traits::ctas > 1;
+  static constexpr int passes = 2 / Traits::ctas;  // in which a CTA converts its tokens of a block
+  static constexpr bool is_cluster = Traits::ctas > 1;
+  static constexpr bool is_pair = is_cluster && !converts;  // two CTAs share the values of both
   static constexpr int places_ahead = 2;
   static constexpr bool has_boxes = Traits::loader == Loader::boxes;
   // Lists of tokens may have gaps.
-  static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
+  static constexpr bool is_selected = reads_lists<Traits::kv_source>;
   static_assert(has_boxes ? !is_selected : !is_pair, "lists have no boxes, and CTAs that load single rows no partner");
   // Single rows of a block are in groups, which loading warps take in turn.
   static constexpr int group_rows = 4, row_groups = tokens / group_rows;
   using Tile = SwizzledRows<Cache, Traits::head_dim_qk, tokens>;  // a block, or Q
   static constexpr int value_panels = Traits::head_dim_vo / Tile::panel_columns, half_panels = value_panels / 2;
   static constexpr int tail_panels = Tile::panels - value_panels;
-  static constexpr int loaders = !has_boxes || tail_panels > 0 ? 3 : 2;  // warps
+  static constexpr int loaders = converts ? 4 : !has_boxes || tail_panels > 0 ? 3 : 2;  // warps
+  // Converting warps fence what they write; rows that are copied are fenced before products.
+  static constexpr bool products_need_fence = !has_boxes && !converts;
   // Arrivals at the barrier of loaded columns: the lane that expects boxes, or all lanes, whose copies arrive.
-  static constexpr int arrivals = has_boxes ? 1 : 32 * loaders;
+  static constexpr int arrivals = has_boxes ? 1 : 32 * loaders * (converts ? passes : 1);
   static_assert(Traits::tile_kv == tokens && Traits::tile_q == rows && Traits::head_dim_qk % 64 == 0);
   static_assert(value_panels % 4 == 0 && tail_panels <= 1 && (Traits::ctas == 1 || Traits::ctas % 2 == 0));
 
@@ -51,12 +57,13 @@ struct WideShared {
   static constexpr int readers = is_pair ? 2 : 1;     // warpgroups of values that read a kept quarter
   static constexpr int messengers = is_pair ? 2 : 1;  // CTAs whose probabilities arrive here
   // Registers of a thread. Pairs hold a part of Q, and warps that load single rows have their addresses.
-  static constexpr int loading_registers = has_boxes ? 40 : 56;
+  static constexpr int loading_registers = has_boxes ? 40 : converts ? 64 : 56;
   static constexpr int scoring_registers = 160 - loading_registers;
   static constexpr int value_registers = 176;
   // A warpgroup that takes more registers than are left waits for ever.
   static_assert(loading_registers + scoring_registers + 2 * value_registers <= 4 * WideRoles::first_registers);
   // What a warp passes on in one message.
+  static constexpr int pieces_ahead = 9;  // of 16 bytes, of each lane of a converting warp: a pass
   static constexpr int probability_bytes = 16 * tokens * 2, factor_bytes = 16 * 4;
 
   alignas(1024) u8 query[Tile::tile_bytes];
@@ -67,6 +74,7 @@ struct WideShared {
   // earlier values; at a unit's end its sums. A lane's two rows have a float2 of factors or sums.
   alignas(128) uint4 probabilities[messengers][tokens / 16][32 * WideRoles::group];
   float2 factors[messengers][8 * WideRoles::group];
+  alignas(16) u8 arriving[converts ? pieces_ahead : 1][converts ? loaders : 1][32][16];  // before it is converted
   alignas(16) u8 present[is_selected ? kept_blocks : 1][row_groups];  // a bit for each of a group's tokens
   WidePlace places[places_ahead];
   PlaceCursor cursor;
@@ -88,8 +96,9 @@ struct WideShared {
     // At a first quarter's barrier each lane arrives once more, after it has written `present`.
     for (auto& block : kept_full)
       for (int i = 0; i < kept; ++i)
-        ptx::mbarrier_init(ptx::shared_address(&block[i]), is_selected && i == 0 ? 2 * arrivals : arrivals);
-    for (auto& block : kept_empty) all(block, readers * WideRoles::group);
+        ptx::mbarrier_init(ptx::shared_address(&block[i]),
+                           is_selected && !converts && i == 0 ? 2 * arrivals : arrivals);
+    for (auto& block : kept_empty) all(block, readers * WideRoles::group * (shares_blocks ? 2 : 1));
     all(passing_full, 1);
     all(passing_empty, WideRoles::group);
     all(tail_full, arrivals);
@@ -100,7 +109,7 @@ struct WideShared {
     for (auto& block : scored) all(block, 32);
     all(cleared, 32 * WideRoles::group);
     place_ring.init(1, 32 * (WideRoles::computing + loaders));
-    query_ring.init(32, WideRoles::group);
+    query_ring.init(converts ? 32 * loaders : 32, WideRoles::group);
     ptx::mbarrier_init_fence();
   }
 
@@ -118,6 +127,14 @@ struct WideShared {
   // Called by each warp that has read columns.
   FP_DEVICE static void release(const u64& empty, int lane) {
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty));
+  }
+
+  // Called by each warp that has read a kept quarter: its memory is free when both CTAs that write to it know.
+  FP_DEVICE static void release_kept(const u64& empty, int lane) {
+    release(empty, lane);
+    if constexpr (shares_blocks) {
+      if (lane == 0) ptx::mbarrier_arrive_at(ptx::shared_address(&empty), ptx::cluster_rank() ^ 1);
+    }
   }
 
   FP_DEVICE WideQuarter tail_of(u32 use) {

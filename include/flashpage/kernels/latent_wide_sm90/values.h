@@ -61,14 +61,14 @@ struct WideValues {
     take_over(values, probabilities, Shared::message(place, block));
     clear_hidden(place, block, slot);
     if (block + 1 < place.blocks) wait_for_scores(use + 1);  // its products of scores come first
-    if constexpr (!Shared::has_boxes) ptx::fence_before_products();
+    if constexpr (Shared::products_need_fence) ptx::fence_before_products();
     ptx::wgmma_fence();
     issue_quarter<0>(values, probabilities, slot);
     issue_quarter<1>(values, probabilities, slot);
     ptx::wgmma_wait<1>();
-    Shared::release(shared.kept_empty[slot][quarter(0)], lane());
+    Shared::release_kept(shared.kept_empty[slot][quarter(0)], lane());
     ptx::wgmma_wait<0>();
-    Shared::release(shared.kept_empty[slot][quarter(1)], lane());
+    Shared::release_kept(shared.kept_empty[slot][quarter(1)], lane());
     ptx::wgmma_settle(values[0]);
     ptx::wgmma_settle(probabilities);
   }

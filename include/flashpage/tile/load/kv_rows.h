@@ -32,8 +32,9 @@ struct PresentTokens {
 };
 
 // A list may have gaps, so there is a bit for each token.
-template <>
-struct PresentTokens<KvSource::selected> {
+template <KvSource source>
+  requires reads_lists<source>
+struct PresentTokens<source> {
   u32 bits;
 
   FP_DEVICE static PresentTokens of_lanes(i32 count, i32 found) {
@@ -41,6 +42,24 @@ struct PresentTokens<KvSource::selected> {
   }
   FP_DEVICE bool has(int token) const { return (bits >> token & 1) != 0; }
 };
+
+// What KvRows takes of an item; two_lists: the row of q.
+template <KvSource source>
+FP_DEVICE i64 rows_offset(const WorkItem& item) {
+  return source == KvSource::two_lists ? item.q_begin : item.kv_offset;
+}
+// Entries of the first of two lists that are used; 0 if there is one list, or none.
+template <KvSource source>
+FP_DEVICE i32 first_length_of(const AttentionParams& params, const WorkItem& item) {
+  if constexpr (source == KvSource::two_lists) return first_list_length(params, item.q_begin);
+  return 0;
+}
+// Whether the entry of a token is in use, which look_up does not say: a kernel that tested it there would wait for the
+// entry. `first_length`: of first_length_of.
+template <KvSource source>
+FP_DEVICE bool is_used(const AttentionParams& params, i32 token, i32 first_length) {
+  return source != KvSource::two_lists || token < first_length || is_in_second(params, token);
+}
 
 // Looks up the page of a token, and later computes the address of the token's row in K or V. The lookup is the only
 // load on which the copy depends, so kernels issue it at least one tile earlier.
@@ -74,6 +93,12 @@ struct KvRows {
     return {found, token - page.div(token) * page.divisor};
   }
 
+  // The parts of a token's row in a format of its own, by the number that look_up found.
+  template <class Format>
+  FP_DEVICE LatentParts parts(const AttentionParams& params, i32 found, i32 token) const {
+    return Format::find(params, slot(found, token));
+  }
+
   // The address of element `column` of the token's row.
   template <class Element>
   FP_DEVICE const Element* row(const KvView& view, i32 found, i32 token, i32 head, i32 column = 0) const {
@@ -88,6 +113,22 @@ struct KvRows {
       offset += (first_row + token) * view.token_stride;
     }
     return static_cast<const Element*>(view.data) + offset;
+  }
+};
+
+// Lists of tokens of two caches, in a format whose rows hold their scales.
+template <>
+struct KvRows<KvSource::two_lists> {
+  const AttentionParams& params;
+  i32 row;  // of q
+
+  FP_DEVICE KvRows(const AttentionParams& params, i64 row) : params(params), row(static_cast<i32>(row)) {}
+  FP_DEVICE KvRows(const AttentionParams& params, const WorkItem& item) : KvRows(params, item.q_begin) {}
+
+  FP_DEVICE i32 look_up(i32 token) const { return __ldg(entry_of_lists(params, row, token)); }
+  template <class Format>
+  FP_DEVICE LatentParts parts(const AttentionParams& params, i32 found, i32 token) const {
+    return parts_of_entry<Format>(params, found, token);
   }
 };
 

@@ -69,7 +69,10 @@ struct LatentTilesOf {
   LatentAddresses<tokens, 2> rows_of;
 
   FP_DEVICE u8* rows(int tile_index) { return tile[tile_index % 2]; }
-  FP_DEVICE void note(const AttentionParams& params, int tile_index, int token, const CacheSlot& slot, bool exists) {
+  // Notes where token `token` of a tile is, by the number that rows.look_up found for the request's token `at`.
+  FP_DEVICE void note(const AttentionParams& params, int tile_index, int token, const auto& rows, i32 found, i32 at,
+                      bool exists) {
+    const CacheSlot slot = rows.slot(found, at);
     const auto row = [&](const KvView& view) {
       return static_cast<const u8*>(view.data) +
              (slot.page * view.page_stride + slot.in_page * view.token_stride) * size;
@@ -114,8 +117,9 @@ struct LatentTilesOf<Traits, true> {
   LatentAddresses<tokens, 3> rows_of;
 
   FP_DEVICE u8* rows(int) { return tile; }
-  FP_DEVICE void note(const AttentionParams& params, int tile_index, int token, const CacheSlot& slot, bool exists) {
-    const LatentParts parts = Format::find(params, slot);
+  FP_DEVICE void note(const AttentionParams& params, int tile_index, int token, const auto& rows, i32 found, i32 at,
+                      bool exists) {
+    const LatentParts parts = rows.template parts<Format>(params, found, at);
     rows_of.part[tile_index % 3][0][token] = parts.quantised;
     rows_of.part[tile_index % 3][1][token] = parts.rest;
     rows_of.part[tile_index % 3][2][token] = parts.scales;
