@@ -164,6 +164,17 @@ def test_tokens_equal_those_of_its_own_attention(
     assert expected["mistral"] != expected["llama"], "the window hides nothing"
 
 
+def test_block_sizes(folder: Path, models: dict[str, Path], expected: dict[str, Any]) -> None:
+    """Tokens do not depend on the size of blocks, nor do those of a model with a window."""
+    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    asked = [(name, size) for name in ("llama", "mistral") for size in (16, 64, 128)]
+    found = answers(folder, [{"model": str(models[name]), "block_size": size} for name, size in asked], given)
+    for (name, size), answer in zip(asked, found, strict=True):
+        assert answer["attention"] == [OURS]
+        assert answer["block tokens"] == [size]
+        assert answer["tokens"] == expected[name], (name, size)
+
+
 @pytest.mark.rare
 def test_engine_and_worker_in_processes_of_their_own(
     folder: Path, models: dict[str, Path], expected: dict[str, Any]
@@ -308,18 +319,21 @@ def test_answers_at_configuration(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", TREES)
 def test_python_files_of_the_official_wheel(name: str, folder: Path, models: dict[str, Path]) -> None:
     """The wheel for CUDA has no attention for the CPU: transformers' tokens are the reference, of a Llama, a window,
-    head_dim 80, and latent rows, which vLLM 0.26 has not on the CPU. With a prefix that is shared by as many requests
-    as vLLM's heuristic wants, steps are cascades where vLLM has them."""
+    head_dim 80, each with blocks of its own size, and latent rows, which vLLM 0.26 has not on the CPU. With a prefix
+    that is shared by as many requests as vLLM's heuristic wants, steps are cascades where vLLM has them."""
     needs(get_vllm.ENGINES / name)
     given = environment(folder, get_vllm.ENGINES / name, on_cpu(folder), FLASHPAGE_VLLM="on")
     options = {"compilation_config": {"mode": 0, "custom_ops": ["none"]}}
     is_first = name.startswith("vllm-0.26.")  # the last version with cascades
     plain = {of: job_of(of, models[of]) for of in (*tiny_model.MODELS, *(() if is_first else (LATENT,)))}
+    sizes = dict(zip(tiny_model.MODELS, (16, 64, 128), strict=True))  # of blocks
+    plain = {of: job | ({"block_size": sizes[of]} if of in sizes else {}) for of, job in plain.items()}
     shared = tiny_model.prompts_with_prefix() if is_first else []
     cascades = [plain["llama"] | {"prompts": shared, "is_cascading": True}] if shared else []
     found = answers(folder, [*plain.values(), *cascades], given, **options)
     for of, answer in zip(plain, found, strict=False):
         assert answer["attention"] == (OUR_LATENT if of == LATENT else [OURS])
+        assert of == LATENT or answer["block tokens"] == [sizes[of]]
         assert answer["tokens"] == tiny_model.expected_tokens(models[of], NEW_TOKENS), of
     for other in found[len(plain) :]:
         assert other["plans"]["SharedPrefix"] >= NEW_TOKENS - 2

@@ -4,8 +4,9 @@ A job has `prompts`, `options` of `LLM`, and `models`, each with options of its 
 own too, `is_cascading` (vLLM 0.26 has cascades, and switches them off on the CPU), and `answer`: "embed", "transcribe"
 sounds, or "see" images. With `connector` it answers `again`, and the output has what the connector `loaded` for that,
 and how many `tensors` of whole blocks it sees. With `ray_cards` workers are actors of a Ray with so many. The output
-has each model's tokens, or embeddings; the modules of its layers' attention, as the processes that run the model say;
-and what our builder was asked for and planned, and how many guesses were accepted, if all is one process.
+has each model's tokens, or embeddings; the modules of its layers' attention and the tokens of a block, as the processes
+that run the model say; and what our builder was asked for and planned, and how many guesses were accepted, if all is
+one process.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ def attention_modules(worker: Any) -> list[str]:
     layers = worker.model_runner.compilation_config.static_forward_context.values()
     parts = [(getattr(layer, "impl", None), getattr(layer, "prefill_backend", None)) for layer in layers]
     return sorted({type(part).__module__ for both in parts for part in both if part is not None})
+
+
+def tokens_of_blocks(worker: Any) -> list[int]:
+    layers = worker.model_runner.compilation_config.static_forward_context.values()
+    caches = [getattr(layer, "kv_cache", None) for layer in layers]
+    return sorted({cache.shape[-2] for cache in caches if hasattr(cache, "shape") and cache.dim() > 2})
 
 
 def count_plans() -> Counter[str]:
@@ -155,6 +162,7 @@ def main(job_path: str, out_path: str) -> None:
         plans.clear()
         found: dict[str, Any] = {"tokens": answer(llm, how, prompts), "plans": dict(plans)}
         found["attention"] = sorted(set(itertools.chain(*llm.collective_rpc(attention_modules))))
+        found["block tokens"] = sorted(set(itertools.chain(*llm.collective_rpc(tokens_of_blocks))))
         if connector:
             found |= answer_again(llm, prompts, connector["kv_connector"])
         if model.get("speculative_config"):
