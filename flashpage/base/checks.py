@@ -21,6 +21,10 @@ DEFAULT_ROPE_SCALE, DEFAULT_ROPE_THETA = 1.0, 1e4
 
 _VARIANT_HINT = "pass plan(..., variant=flashpage.Variant(...)), whose one source runs on the CPU and on the card"
 _OTHER_BLOCKS = "it belongs to FlashInfer's kernels cake and vsa: leave it None"
+_SPARSE_SCALES = (
+    "scales of single tokens belong to FlashInfer's Sage kernels: leave it None "
+    "(BlockSparseAttentionWrapper.run has scale_q, scale_k and scale_v)"
+)
 _NO_SCALES = "rows of q's type have no scales, and those of kv_row_format hold theirs: leave it None"
 _REASONS = {
     "use_fp16_qk_reduction": "scores are accumulated in fp32: leave it False",
@@ -40,9 +44,10 @@ _REASONS = {
     "q2k_num": _OTHER_BLOCKS,
     "kv_splits": _OTHER_BLOCKS,
     "use_clc": _OTHER_BLOCKS,
-    "q_scale": "scales of fp8 tensors are scale_q, scale_k and scale_v of run: leave it None",
-    "k_scale": "scales of fp8 tensors are scale_q, scale_k and scale_v of run: leave it None",
-    "v_scale": "scales of fp8 tensors are scale_q, scale_k and scale_v of run: leave it None",
+    "q_scale": _SPARSE_SCALES,
+    "k_scale": _SPARSE_SCALES,
+    "v_scale": _SPARSE_SCALES,
+    "nvfp4_4over6": "a scale is the largest number of its 16 by 6: leave it None",
     "variant_owns_mask": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
     "o_scale": "outputs are 16 or 32 bits wide and need no scale: leave it None",
     "window_right": "decode rows see no later tokens: leave it 0",

@@ -138,6 +138,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     k_scale: Any,
     v_scale: Any,
     kv_layout: str = "NHD",
+    nvfp4_4over6: Any = None,
     *,
     kv_format: Any = "nvfp4",
 ) -> None:
@@ -148,10 +149,12 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
             ignored.
         slot_mapping: [nnz] int32 or int64, page * page_size + token in the page; negative: the row is skipped.
         k_scale, v_scale: positive numbers, or float32 tensors of one entry.
+        nvfp4_4over6: another choice of scales, and refused.
         kv_format: another format than FlashInfer's, as append_paged_kv_cache takes it.
 
     The other arguments are those of nvfp4_quantize_append_paged_kv_cache.
     """
+    checks.refuse_all(nvfp4_4over6=nvfp4_4over6)
     checks.layout(kv_layout, RunError)
     write = QuantisedWrite((append_key, append_value), paged_kv_cache, kv_cache_sf, kv_format, kv_layout)
     slots = _index(slot_mapping, "slot_mapping", None, write.device)

@@ -59,12 +59,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
         jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
         *,
         max_batch: int | None = None,
         max_pages: int | None = None,
         max_rows: int = 0,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
         self._use_tensor_cores = checks.flag("use_tensor_cores", use_tensor_cores)
         self._take_graph_buffers(
             Capacity.of(use_cuda_graph, max_batch=max_batch, max_pages=max_pages, max_rows=max_rows),
@@ -140,9 +141,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             the rest of the batch. None or -1: balanced.
             disable_split_kv: no request is cut.
             q_len_per_req: query rows of each request (more than one: causal among them).
-            own: options that FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a
-                number of tokens: positions are cut at its multiples, and a row sees only tokens of its own chunk
-                (Llama 4); `kv_format`, how K and V are stored (docs/guides/kv-formats.md).
+            own: `variant`, a flashpage.Variant; `chunk`, a number of tokens: positions are cut at its multiples, and a
+                row sees only tokens of its own chunk (Llama 4); `kv_format`, how K and V are stored.
         """
         if deprecated_positional_args:
             given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}

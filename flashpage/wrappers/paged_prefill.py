@@ -35,14 +35,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             on the CPU: the CPU backend. On Hopper, pages of one token are gathered into the rest of it, if that is
             worth it and all of the batch's K and V fit.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
-        use_cuda_graph: runs may be captured, and replayed after later plans: of the same batch size and at most the
-            first plan's rows with the four buffers, of any batch within the capacities without them.
+        use_cuda_graph: runs may be captured, and replayed after later plans: with the four buffers of the same batch
+            size and at most `max_total_num_rows`, without them of any batch within the capacities.
         qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf: with `use_cuda_graph`; their lengths fix the
             batch.
         paged_kv_indices_buf: with `use_cuda_graph`; int32, plan copies the page numbers there.
         custom_mask_buf, mask_indptr_buf: with `use_cuda_graph` and masks; plan copies the packed bits to the first, and
             where each request's bytes begin to the second.
         backend: "auto" ("fa2", "fa3": the same).
+        max_total_num_rows: with `use_cuda_graph` and the four buffers, the most rows of q in all plans; None: the first
+            plan's.
         max_batch, max_pages, max_rows: with `use_cuda_graph`, in place of the four buffers: the most requests of a
             plan, entries of `paged_kv_indices` in use, and rows of q. The first plan checks that the workspaces suffice
             for any such batch. `max_rows / max_batch` chooses the kernel's tile.
@@ -63,6 +65,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
+        max_total_num_rows: int | None = None,
         *,
         max_batch: int | None = None,
         max_pages: int | None = None,
@@ -79,6 +82,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             custom_mask_buf=custom_mask_buf,
             mask_indptr_buf=mask_indptr_buf,
         )
+        if max_total_num_rows is not None:
+            if not self._planner.is_graph or self._planner.capacity is not None:
+                raise PlanError(
+                    f"max_total_num_rows={checks.shown(max_total_num_rows)} is for use_cuda_graph=True and the four "
+                    "buffers: without them, pass max_rows next to max_batch and max_pages."
+                )
+            self._max_total_num_rows = checks.whole("max_total_num_rows", max_total_num_rows, 0)
 
     def plan(
         self,

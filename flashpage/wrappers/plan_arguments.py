@@ -21,6 +21,12 @@ _DEPRECATED_POSITIONS = (
 )
 
 
+# Keywords of the plans of FlashInfer's newer releases: how many rows each request has, which changes nothing here, and
+# whether an e4m3 cache has a scale for each token and head.
+_FLASHINFERS = {"uniform_q_len", "use_token_head_sf"}
+PLAN_KEYWORDS = {"variant", "chunk", "kv_format", *_FLASHINFERS}  # that plans take by **own
+
+
 class Own(NamedTuple):
     """Options that FlashInfer does not have: keywords of the decode and prefill wrappers' plans; those of latent rows
     have none."""
@@ -31,7 +37,14 @@ class Own(NamedTuple):
 
     @staticmethod
     def of(given: dict[str, Any]) -> Own:
-        """From a plan's keywords."""
+        """From a plan's keywords, with FlashInfer's own."""
+        if given.keys() & _FLASHINFERS:
+            has_scales = checks.flag("use_token_head_sf", given.get("use_token_head_sf", False))
+            given = {name: value for name, value in given.items() if name not in _FLASHINFERS}
+            if has_scales:
+                if given.get("kv_format") not in (None, "e4m3_token"):
+                    raise PlanError(f"use_token_head_sf=True means kv_format='e4m3_token', not {given['kv_format']!r}.")
+                given["kv_format"] = "e4m3_token"
         if unknown := given.keys() - set(Own._fields):
             raise TypeError(f"plan() got an unexpected keyword argument {min(unknown)!r}")
         return Own(**given)

@@ -106,6 +106,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         max_sequence_kv: int | None = None,
         v_indptr: torch.Tensor | None = None,
         o_indptr: torch.Tensor | None = None,
+        qo_indptr_cpu: torch.Tensor | None = None,
+        kv_indptr_cpu: torch.Tensor | None = None,
         **own: Any,
     ) -> None:
         """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
@@ -114,12 +116,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             qo_indptr: [batch + 1], where each request's rows begin in q.
             kv_indptr: [batch + 1], where each request's tokens begin in k and v.
             fixed_split_size: tokens.
+            qo_indptr_cpu, kv_indptr_cpu: copies of the first two on the host, read in their place.
             seq_lens: [batch], tokens of each request if they are fewer than kv_indptr says.
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         if not (seq_lens_q is v_indptr is o_indptr is None):
             checks.refuse_given(seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
+        qo_indptr = qo_indptr if qo_indptr_cpu is None else qo_indptr_cpu
+        kv_indptr = kv_indptr if kv_indptr_cpu is None else kv_indptr_cpu
         mask = None
         if not (
             custom_mask is None

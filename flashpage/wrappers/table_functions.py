@@ -15,6 +15,7 @@ from .lse_mode import BASE_2
 from .plan_arguments import DecodeArguments, PrefillArguments
 
 _BACKENDS = ("auto", "xqa", "trtllm-gen")
+_INTERVALS = "pass a flashpage.Variant with such a mask_mod to the plan of BatchPrefillWithPagedKVCacheWrapper"
 _REASONS = {
     "mask": "rows of a request are causal among themselves without it: leave it None",
     "o_sf_scale": "outputs are 16 or 32 bits wide and need no scale: leave it None",
@@ -30,6 +31,10 @@ _REASONS = {
     "sparse_mla_top_k_lens": "use BatchMLASparseAttentionWrapper, and leave it None",
     "request_order": "the plan orders requests: leave it None",
     "request_order_plan": "the plan orders requests: leave it None",
+    "sparse_top_k": "pass the lists as block_tables of pages of one token, with one list for K and V, and leave it 0",
+    "window_right": "no kernel has a window to the right: pass -1 or 0",
+    "variable_window_token_starts": _INTERVALS,
+    "variable_window_token_ends": _INTERVALS,
     "skip_softmax_threshold_scale_factor": "it belongs to the trtllm-gen kernels: leave it None",
     "kv_cache_sf": "nvfp4 caches are read by the wrappers: pass it to their run, or leave it None",
     "use_fp16_softmax": "softmax is computed in fp32: leave it None",
@@ -97,6 +102,8 @@ def trtllm_batch_decode_with_kv_cache(
     bf16q_fp8kv_transform_mode: str | None = None,
     request_order: torch.Tensor | None = None,
     request_order_plan: Any = None,
+    sparse_top_k: int = 0,
+    length_aware_schedule: bool = False,
     *,
     lse_mode: str = BASE_2,
 ) -> Any:
@@ -107,7 +114,8 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache: (K, V) of [pages, num_kv_heads, page_size, head_dim] (NHD: tokens before heads), any strides; or one
             tensor [pages, 1 or 2, ...] (1: V is K); or [pages, num_kv_heads, page_size, 2 * head_dim], whose rows have
             K and then V.
-        workspace_buffer, max_seq_len, backend, multi_ctas_kv_counter_buffer: accepted and not used.
+        workspace_buffer, max_seq_len, backend, multi_ctas_kv_counter_buffer, length_aware_schedule: accepted and not
+            used; every plan weighs requests by their lengths.
         block_tables: [batch, pages] int32.
         seq_lens: [batch], tokens of each request.
         bmm1_scale: multiplies the scores; bmm2_scale: the output. Numbers, or fp32 tensors of one entry.
@@ -138,6 +146,7 @@ def trtllm_batch_decode_with_kv_cache(
         request_order_plan=request_order_plan,
         cp_world=unless(cp_world, 1),
         cp_rank=unless(cp_rank, 0),
+        sparse_top_k=unless(sparse_top_k, 0),
     )
     check_tables(uses_shared_paged_kv_idx, backend)
     call = _Call(
@@ -185,6 +194,9 @@ def trtllm_batch_context_with_kv_cache(
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
     backend: str = "trtllm-gen",
+    window_right: int = -1,
+    variable_window_token_starts: torch.Tensor | None = None,
+    variable_window_token_ends: torch.Tensor | None = None,
     *,
     lse_mode: str = BASE_2,
 ) -> Any:
@@ -195,6 +207,7 @@ def trtllm_batch_context_with_kv_cache(
         batch_size: requests.
         cum_seq_lens_q: [batch + 1] int32 on the device, where each request's rows begin.
         causal: row r of a request sees tokens up to seq_len - rows + r.
+        window_right: tokens visible right of the row's own: -1, all that `causal` allows, or 0, which is causal.
         max_q_len, max_kv_len, cum_seq_lens_kv: accepted and not used.
 
     The other arguments are those of trtllm_batch_decode_with_kv_cache.
@@ -206,6 +219,9 @@ def trtllm_batch_context_with_kv_cache(
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         use_fp16_softmax=use_fp16_softmax,
         uses_spcompress=uses_spcompress,
+        window_right=unless(unless(window_right, -1), 0),
+        variable_window_token_starts=variable_window_token_starts,
+        variable_window_token_ends=variable_window_token_ends,
     )
     check_tables(uses_shared_paged_kv_idx, backend)
     call = _Call(
@@ -216,7 +232,7 @@ def trtllm_batch_context_with_kv_cache(
     if checks.whole("batch_size", batch_size, 0, error=RunError) != seq_lens.numel():
         raise RunError(f"batch_size={batch_size} but seq_lens has {seq_lens.numel()} entries: pass the same requests.")
     checks.tensor(cum_seq_lens_q, "cum_seq_lens_q", RunError)
-    return _run(call, window_left, cum_seq_lens_q, None, causal)
+    return _run(call, window_left, cum_seq_lens_q, None, True if window_right == 0 else causal)
 
 
 def _grouped_size_compiled_for_decode_kernels(num_qo_heads: int, num_kv_heads: int) -> bool:

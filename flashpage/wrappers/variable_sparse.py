@@ -49,6 +49,9 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         non_blocking: bool = True,
         q_data_type: Any = "float16",
         kv_data_type: Any = None,
+        q_scale: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         """Plans block masks, on the host (nothing waits) or on the device (one copy back).
 
@@ -57,10 +60,12 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             block_row_sz: [num_kv_heads, row blocks], rows of each row block; all heads have equally many in total.
             block_col_sz: [num_kv_heads, column blocks], tokens of each column block, equally many for all heads.
             causal: right-aligned over the visible blocks of a row block, joined.
+            q_scale, k_scale, v_scale: of other kernels, and refused.
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         self._attention.session.invalidate()
+        checks.refuse_all(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
         mask, rows, columns = _checked(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)
         page = max(1, math.gcd(*columns.flatten().tolist()))

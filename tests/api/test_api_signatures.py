@@ -1,4 +1,4 @@
-"""Names, order and defaults of public parameters, compared with FlashInfer 0.7.2."""
+"""Names, order and defaults of public parameters, compared with FlashInfer 0.7.4."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from signatures import shown
 
 import flashpage
 
-# Positional parameters of FlashInfer 0.7.2 as name=default; a name alone has no default.
+# Positional parameters of FlashInfer 0.7.4 as name=default; a name alone has no default.
 SIGNATURES: dict[str, str] = {
     "BatchDecodeWithPagedKVCacheWrapper.__init__": (
         "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False use_tensor_cores=False "
         "paged_kv_indptr_buffer=None paged_kv_indices_buffer=None paged_kv_last_page_len_buffer=None "
-        "backend='auto' jit_args=None"
+        "backend='auto' jit_args=None jit_kwargs=None"
     ),
     "BatchDecodeWithPagedKVCacheWrapper.workspace_size": (
         "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size pos_encoding_mode='NONE' "
@@ -36,7 +36,7 @@ SIGNATURES: dict[str, str] = {
     "BatchPrefillWithPagedKVCacheWrapper.__init__": (
         "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False qo_indptr_buf=None paged_kv_indptr_buf=None "
         "paged_kv_indices_buf=None paged_kv_last_page_len_buf=None custom_mask_buf=None mask_indptr_buf=None "
-        "backend='auto' jit_args=None jit_kwargs=None variant_owns_mask=False"
+        "backend='auto' jit_args=None jit_kwargs=None variant_owns_mask=False max_total_num_rows=None"
     ),
     "BatchPrefillWithPagedKVCacheWrapper.plan": (
         "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk "
@@ -59,7 +59,7 @@ SIGNATURES: dict[str, str] = {
         "kv_data_type=None o_data_type=None non_blocking=True prefix_len_ptr=None token_pos_in_items_ptr=None "
         "token_pos_in_items_len=0 max_item_len_ptr=None fixed_split_size=None disable_split_kv=False "
         "seq_lens=None seq_lens_q=None max_token_per_sequence=None max_sequence_kv=None v_indptr=None "
-        "o_indptr=None"
+        "o_indptr=None qo_indptr_cpu=None kv_indptr_cpu=None"
     ),
     "single_decode_with_kv_cache": (
         "q k v kv_layout='NHD' pos_encoding_mode='NONE' use_tensor_cores=False q_scale=None k_scale=None "
@@ -84,7 +84,8 @@ SIGNATURES: dict[str, str] = {
         "kv_last_page_len k_scale v_scale kv_layout='NHD'"
     ),
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": (
-        "append_key append_value slot_mapping paged_kv_cache kv_cache_sf k_scale v_scale kv_layout='NHD'"
+        "append_key append_value slot_mapping paged_kv_cache kv_cache_sf k_scale v_scale kv_layout='NHD' "
+        "nvfp4_4over6=None"
     ),
     "get_batch_indices_positions": "append_indptr seq_lens nnz batch_indices=None positions=None",
     "get_seq_lens": "kv_indptr kv_last_page_len page_size",

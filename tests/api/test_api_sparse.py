@@ -275,6 +275,9 @@ def test_errors_of_variable_blocks() -> None:
     blocks.plan(wrapper, "cpu")
     with pytest.raises(RunError, match=r"q has shape \(2, 96, 64\): pass \[4, 96, head_dim\]"):
         wrapper.run(blocks.q[:2], blocks.k, blocks.v)
+    with pytest.raises(CapabilityError, match="k_scale=a tensor of shape .* Sage kernels"):
+        wrapper.plan(*arrays, 4, 2, 64, q_data_type="bfloat16", k_scale=torch.ones(1, 2, 4))
+    blocks.plan(wrapper, "cpu")
     with pytest.raises(CapabilityError, match="use_fp16_qk_reduction"):
         wrapper.forward(*blocks.tensors("cpu"), use_fp16_qk_reduction=True)
     wrapper.reset_workspace_buffer(*(torch.empty(1 << 20, dtype=torch.uint8) for _ in range(2)))

@@ -38,6 +38,25 @@ def test_attention_over_what_was_appended(name: str) -> None:
         assert float((found[i] - exact).norm() / exact.norm()) < (0.17 if FORMATS[name].bits == 4 else 0.05)
 
 
+def test_flashinfers_scales_of_tokens() -> None:
+    """use_token_head_sf is its name of the format e4m3_token."""
+    pages = Pages("e4m3_token", dim=128)
+    pages.append()
+    q, cache, scales = torch.randn(len(LENGTHS), 4, 128).bfloat16(), tuple(pages.cache), tuple(pages.scales)
+    types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.float8_e4m3fn}
+    expected = planned_decode(pages, kv_format="e4m3_token").run(q, cache, kv_cache_sf=scales)
+    heads = (4, 2, 128, pages.cache[0].shape[1])
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8))
+    lists = (torch.arange(len(LENGTHS) + 1), pages.indptr, pages.indices, pages.last)
+    wrapper.plan(*lists, *heads, use_token_head_sf=True, uniform_q_len=1, **types)
+    torch.testing.assert_close(wrapper.run(q, cache, kv_cache_sf=scales), expected)
+    wrapper.plan(*lists, *heads, use_token_head_sf=False, **types)
+    with pytest.raises(RunError, match="kv_cache_sf"):
+        wrapper.run(q, cache, kv_cache_sf=scales)
+    with pytest.raises(PlanError, match="use_token_head_sf=True means kv_format='e4m3_token', not 'nvfp4'"):
+        wrapper.plan(*lists, *heads, use_token_head_sf=True, kv_format="nvfp4", **types)
+
+
 def test_vllms_page() -> None:
     """[K data, K scales, V data, V scales] of a page, as strided views."""
     runner = Runner(make_inputs(DECODE), "cpu", flashpage)

@@ -10,7 +10,7 @@ from signatures import shown
 
 import flashpage
 
-# Positional parameters of FlashInfer 0.7.2 as name=default; a name alone has no default. One default is ours:
+# Positional parameters of FlashInfer 0.7.4 as name=default; a name alone has no default. One default is ours:
 # FlashInfer's BlockSparseAttentionWrapper.plan has o_data_type='float16', which silently narrows wider outputs.
 SIGNATURES: dict[str, str] = {
     "MultiLevelCascadeAttentionWrapper.__init__": (
@@ -86,7 +86,8 @@ SIGNATURES: dict[str, str] = {
     "VariableBlockSparseAttentionWrapper.plan": (
         "block_mask_map block_row_sz block_col_sz num_qo_heads num_kv_heads head_dim causal=False "
         "pos_encoding_mode='NONE' use_fp16_qk_reduction=False logits_soft_cap=None sm_scale=None "
-        "rope_scale=None rope_theta=None non_blocking=True q_data_type='float16' kv_data_type=None"
+        "rope_scale=None rope_theta=None non_blocking=True q_data_type='float16' kv_data_type=None "
+        "q_scale=None k_scale=None v_scale=None"
     ),
     "VariableBlockSparseAttentionWrapper.forward": (
         "q k v pos_encoding_mode='NONE' use_fp16_qk_reduction=False logits_soft_cap=None sm_scale=None "

@@ -88,6 +88,14 @@ def test_appends_that_are_refused(given: tuple[dict[str, Any], str]) -> None:
     assert not any(part.any() for part in pages.cache)
 
 
+def test_other_choices_of_scales_are_refused() -> None:
+    pages = Pages("nvfp4")
+    with pytest.raises(flashpage.CapabilityError, match="nvfp4_4over6=1 is not supported: a scale is the largest"):
+        flashpage.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+            pages.key, pages.value, torch.tensor([16]), pages.cache, pages.scales, 1.0, 1.0, nvfp4_4over6=1
+        )
+
+
 def test_slots_within_the_cache() -> None:
     pages = Pages("nvfp4")
     with pytest.raises(RunError, match="slot_mapping reaches 160 but the cache has 160 slots"):

@@ -26,14 +26,16 @@ SIGNATURES = {
         "skip_softmax_threshold_scale_factor=None kv_cache_sf=None uses_shared_paged_kv_idx=True lse=None "
         "return_lse=False bmm1_scale_log2=None multi_ctas_kv_counter_buffer=None "
         "enable_block_sparse_attention=False cp_world=1 cp_rank=0 causal_seqlens_kv_global=None "
-        "bf16q_fp8kv_transform_mode=None request_order=None request_order_plan=None"
+        "bf16q_fp8kv_transform_mode=None request_order=None request_order_plan=None "
+        "sparse_top_k=0 length_aware_schedule=False"
     ),
     "context": (
         "query kv_cache workspace_buffer block_tables seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size "
         "cum_seq_lens_q cum_seq_lens_kv window_left=-1 out=None out_dtype=None o_sf_scale=None o_sf_vec_size=None "
         "kv_layout='HND' enable_pdl=None sinks=None kv_cache_sf=None skip_softmax_threshold_scale_factor=None "
         "uses_shared_paged_kv_idx=True causal=True lse=None return_lse=False multi_ctas_kv_counter_buffer=None "
-        "use_fp16_softmax=None uses_spcompress=None backend='trtllm-gen'"
+        "use_fp16_softmax=None uses_spcompress=None backend='trtllm-gen' window_right=-1 "
+        "variable_window_token_starts=None variable_window_token_ends=None"
     ),
 }
 FUNCTIONS: dict[str, Any] = {
@@ -44,7 +46,7 @@ FUNCTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_parameters(name: str) -> None:
-    """Names, order and defaults of FlashInfer 0.7.2; after them, as a keyword alone, ours."""
+    """Names, order and defaults of FlashInfer 0.7.4; after them, as a keyword alone, ours."""
     *theirs, ours = inspect.signature(FUNCTIONS[name]).parameters.values()
     assert shown(theirs) == SIGNATURES[name].split()
     assert shown([ours]) == ["lse_mode='base2'"] and ours.kind is ours.KEYWORD_ONLY
@@ -228,6 +230,7 @@ REFUSED = {
     "bf16q_fp8kv_transform_mode": "k_only",
     "request_order": torch.ones(1),
     "request_order_plan": 1,
+    "sparse_top_k": 4,
     "backend": "cutlass",
     "out_dtype": "nvfp4",
 }
@@ -242,6 +245,24 @@ def test_arguments_of_other_kernels_are_refused(name: str) -> None:
     if name in SIGNATURES["context"] and name != "out_dtype":
         with pytest.raises(CapabilityError, match=name):
             batch.context(batch.halves, **{name: REFUSED[name]})
+
+
+@pytest.mark.parametrize("name", ["window_right", "variable_window_token_starts", "variable_window_token_ends"])
+def test_windows_of_other_kernels_are_refused(name: str) -> None:
+    batch = Batch((3, 9, 1, 2), "cpu")
+    with pytest.raises(CapabilityError, match=name):
+        batch.context(batch.halves, **{name: 1 if name == "window_right" else torch.zeros(15, dtype=torch.int32)})
+
+
+def test_arguments_without_effect() -> None:
+    """A window to the right of no token is causal."""
+    batch = Batch((3, 9, 1, 2), "cpu")
+    expected = batch.expected(sm_scale=DIM**-0.5, causal=True, window_left=4)
+    for given in ({"causal": False, "window_right": 0}, {"window_right": 0}, {"window_right": -1}):
+        batch.check(batch.context(batch.halves, window_left=4, **given), expected)
+    batch = Batch((1, 1, 1, 1), "cpu")
+    found = batch.decode(batch.halves, length_aware_schedule=True, sparse_top_k=0)
+    batch.check(found, batch.expected(sm_scale=DIM**-0.5))
 
 
 def test_outputs_of_e4m3_are_divided_by_their_scale() -> None:

@@ -2,7 +2,8 @@
 the same requests.
 
     python tests/card/engine_ranks.py vllm      # needs an installed vLLM, and flashpage as its plugin
-    python tests/card/engine_ranks.py vllm-options  # one card: graphs, fp8 caches, preemption, guesses, windows, growth
+    python tests/card/engine_ranks.py vllm-options  # one card: graphs, fp8 caches, preemption, drafts, cascades,
+                                                    # growth, windows, blocks, rotation, outputs of e4m3, images
     python tests/card/engine_ranks.py sglang
     python tests/card/engine_ranks.py sglang-options  # one card: trees over pages of 64, gpt-oss, Gemma 4
 
@@ -35,7 +36,10 @@ from typing import Any
 import torch
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "bench")]
+import engine_features
+import image_models
 from engine_setups import (
+    KINDS,
     NEW_TOKENS,
     SGLANG,
     SGLANG_OPTIONS,
@@ -84,6 +88,9 @@ def answer_vllm(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[
     ranks = setup.get("ranks", 1)
     os.environ["ENGINE_RANKS_SINKS"] = "1" if setup.get("sinks") else ""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if ranks == 1 else "1"
+    if setup.get("backend") == "transformers":
+        return {"images": image_models.answers(folder / setup["model"], NEW_TOKENS["images"], chosen.device)}
+    counts = engine_features.prepare(setup)
     from vllm import LLM, SamplingParams
 
     llm = LLM(**vllm_options(setup, folder, chosen.small, chosen.wide))
@@ -92,6 +99,8 @@ def answer_vllm(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[
         given: Any = {"max_tokens": NEW_TOKENS[kind], "ignore_eos": True, "logprobs": 5, "detokenize": False}
         params = SamplingParams(temperature=0.0, **given)
         prompts: Any = [{"prompt_token_ids": prompt} for prompt in requests(kind)]
+        if kind == "images":
+            prompts = engine_features.with_images(requests(kind))
         answers = [answer.outputs[0] for answer in llm.generate(prompts, params, use_tqdm=False)]
         return [
             {
@@ -105,7 +114,8 @@ def answer_vllm(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[
         return {"growth": growth_of(llm.llm_engine, SamplingParams)}
     found: dict[str, Any] = ask_all(setup, ask)
     counted = "vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:spec_decode_num_accepted_tokens"
-    found["counts"] = {one.name: one.value for one in llm.get_metrics() if one.name in counted}
+    found["counts"] = {one.name: one.value for one in llm.get_metrics() if one.name in counted} | counts
+    found["counts"] |= engine_features.counts_of_layers(llm)
     return found
 
 
@@ -191,7 +201,7 @@ def ask_all(setup: Setup, ask: Callable[[str], list[dict[str, Any]]]) -> dict[st
         if setup.get("ranks", 1) > 1:
             fcntl.flock(file, fcntl.LOCK_EX)
             stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
-        return {kind: ask(kind) for kind in setup.get("kinds", NEW_TOKENS)}
+        return {kind: ask(kind) for kind in setup.get("kinds", KINDS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +262,7 @@ class Comparison:
         if base.endswith("other") and (name.endswith("other") or name == f"{model}-1"):  # the latter the other way
             return
         own, other = self.answers[name], self.answers[base]
-        for kind in ("mixed", "short"):
+        for kind in ("mixed", "short", "shared", "images"):
             if kind in own and kind in other:
                 self._say(name, kind, base, other[kind], own[kind])
 

@@ -324,6 +324,33 @@ def test_rows_of_a_graph_never_grow() -> None:
     assert prefill()._max_total_num_rows is None
 
 
+def test_rows_of_a_graph_are_declared(batch: Batch) -> None:
+    """FlashInfer's max_total_num_rows: the first plan may be smaller than later ones."""
+    buffers = INDPTR.clone(), INDPTR.clone(), torch.zeros(64, dtype=torch.int32), LAST.clone()
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", True, *buffers, max_total_num_rows=14)
+    usual = prefill()
+    assert wrapper._max_total_num_rows == 14
+    for lengths in (OTHER, FIRST):
+        plan(wrapper, lengths)
+        plan(usual, lengths)
+        assert torch.equal(outputs(wrapper, lengths, batch), outputs(usual, lengths, batch))
+    with pytest.raises(PlanError, match="had 14 rows"):
+        plan(wrapper, Lengths((1, 9, 3, 2), KV_LENS))
+    with pytest.raises(PlanError, match="max_total_num_rows=14 is for use_cuda_graph=True and the four buffers"):
+        flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace(), max_total_num_rows=14)
+
+
+def test_copies_of_lengths_on_the_host() -> None:
+    """FlashInfer's qo_indptr_cpu and kv_indptr_cpu are read in place of the others."""
+    wrapper, usual = (flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace()) for _ in range(2))
+    ends = indptr_of((2, 0, 3)), indptr_of((5, 0, 7))
+    q, (k, v) = torch.randn(5, HEADS, DIM), torch.randn(2, 12, KV_HEADS, DIM)
+    shape, copies = (HEADS, KV_HEADS, DIM), dict(zip(("qo_indptr_cpu", "kv_indptr_cpu"), ends, strict=True))
+    usual.plan(*ends, *shape, q_data_type=DTYPE)
+    wrapper.plan(*(torch.zeros_like(each) for each in ends), *shape, q_data_type=DTYPE, **copies)
+    assert torch.equal(wrapper.run(q, k, v), usual.run(q, k, v))
+
+
 # ---------------------------------------------------------------- attributes say what is planned
 
 

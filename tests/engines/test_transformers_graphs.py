@@ -23,6 +23,7 @@ from flashpage.base.errors import RunError
 from flashpage.engines.transformers import batching, prompts
 from flashpage.engines.transformers.call import Call, Layer
 from flashpage.kernels import choose
+from flashpage.plan.device_lengths import TableLengths
 from flashpage.wrappers import function_plans
 from flashpage.wrappers.base import Attention
 
@@ -121,6 +122,35 @@ def test_padded_steps_planned_on_the_device(starts: tuple[int, ...], window: int
     prompts.capture(config, False)
     torch.testing.assert_close(found[: sum(rows)], expected)
     assert not found[sum(rows) :].any() and len(found) == sum(rows) + 7
+
+
+@pytest.mark.parametrize("has_slots", [True, False])
+def test_tables_are_no_longer_than_requests(has_slots: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.17 can give a step such arguments by chance. The copy that a plan of the CPU makes has one row for
+    each request, and not one for each slot."""
+    copied: list[torch.Tensor] = []
+
+    class Kept(TableLengths):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            copied.append(self.read)
+
+    monkeypatch.setattr(function_plans, "TableLengths", Kept)
+    tokens = [1024, 3, 0]
+    ends = torch.tensor([0, *tokens]).cumsum(0).int()
+    q, k, v = torch.randn(3, 1, 2, sum(tokens), 16)
+    stored = torch.stack([k, v])[:, 0].transpose(1, 2).unsqueeze(2)  # pages of one token
+    slots = torch.arange(len(k[0, 0])).flip(0) if has_slots else None
+    if slots is not None:
+        stored = stored[:, slots]
+    layer = Layer(Call(2, 2, 16, 16, torch.float32, None, None, True, False), -1, None, None)
+    found = prompts.attend(layer, "any", q, (stored[0], stored[1]), (ends, ends), slots, ends.clone())[0]
+    parts = [each.split(tokens, dim=2)[:2] for each in (q, k, v)]
+    expected = [
+        torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True)[0] for one in zip(*parts, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.cat(expected, 1).transpose(0, 1))
+    assert [table.numel() for table in copied] == [len(tokens) * max(tokens)]
 
 
 @pytest.mark.parametrize("window", [1, 8])

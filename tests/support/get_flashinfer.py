@@ -11,7 +11,8 @@ import sys
 from get_vllm import ENGINES, get_tree, install
 
 PACKAGES = ENGINES / "flashinfer-packages"
-VERSIONS = ("0.6.14", "0.6.12", "0.7.2.post1")  # of vLLM 0.26.0, of SGLang 0.5.15.post1, and the newest
+# Of vLLM 0.26.0, of SGLang 0.5.15.post1, of vLLM 0.33.0 and SGLang 0.5.23, and the newest.
+VERSIONS = ("0.6.14", "0.6.12", "0.7.2.post1", "0.7.4")
 # torch and pytest bring filelock, NumPy and packaging.
 NEEDED = [
     *("apache-tvm-ffi", "certifi", "charset-normalizer", "einops", "idna", "nvidia-ml-py", "requests", "tqdm"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,22 +89,31 @@ def images(count: int) -> list[np.ndarray | None]:
 
 
 def expected_tokens(folder: Path, count: int, is_causal: bool = False) -> list[list[int]]:
-    """Greedy tokens. vLLM puts an image and the first token before a prompt, and a new line after it."""
+    """Greedy tokens of `answers`."""
+    return [answer["tokens"] for answer in answers(folder, count, is_causal=is_causal)]
+
+
+def answers(folder: Path, count: int, device: str = "cpu", is_causal: bool = False) -> list[dict[str, Any]]:
+    """Greedy tokens, and the log-probabilities of the best five at each step, by eager attention in fp32. vLLM puts an
+    image and the first token before a prompt, and a new line after it."""
     from transformers import PaliGemmaForConditionalGeneration
 
-    model = PaliGemmaForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+    model = PaliGemmaForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval().to(device)
     given, found = questions(), []
     for prompt, image in zip(given, images(len(given)), strict=True):
-        tokens, seen = list(prompt), {}
+        tokens, seen, steps = list(prompt), {}, []
         if image is not None:
             tokens = [IMAGE] * TOKENS + [BEGIN, *prompt, NEWLINE]
-            seen = {"pixel_values": torch.from_numpy(image).permute(2, 0, 1)[None] / 127.5 - 1}
+            pixels = torch.from_numpy(image).permute(2, 0, 1)[None] / 127.5 - 1
+            seen = {"pixel_values": pixels.to(device)}
         before = len(tokens)
         with torch.no_grad():
             for _ in range(count):
-                ids = torch.tensor([tokens])
+                ids = torch.tensor([tokens], device=device)
                 kinds = torch.where(ids == IMAGE, int(is_causal), 1)  # tokens of kind 0 see each other
-                logits = model(input_ids=ids, token_type_ids=kinds, use_cache=False, **seen).logits
-                tokens.append(int(logits[0, -1].argmax()))
-        found.append(tokens[before:])
+                logits = model(input_ids=ids, token_type_ids=kinds, use_cache=False, **seen).logits[0, -1]
+                best = logits.float().log_softmax(-1).topk(5)
+                tokens.append(int(best.indices[0]))
+                steps.append(dict(zip(map(str, best.indices.tolist()), best.values.tolist(), strict=True)))
+        found.append({"tokens": tokens[before:], "logprobs": steps})
     return found

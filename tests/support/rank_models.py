@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import engine_features
+import image_models
 import tiny_model
 import torch
 from engine_turns import LLAMA
@@ -35,7 +37,8 @@ def sizes_of(name: str, is_small: bool, is_wide: bool) -> dict[str, int]:
 
 
 def requests(kind: str) -> list[list[int]]:
-    """`mixed`: prompts of up to 900 tokens, every second one with a common beginning. `short`: many that grow."""
+    """`mixed`: prompts of up to 900 tokens, every second one with a common beginning. `short`: many that grow.
+    `shared`: all with a common beginning that is long enough for cascades. `images`: most have an image."""
     drawn = random.Random(3)
 
     def prompt(length: int) -> list[int]:
@@ -43,20 +46,30 @@ def requests(kind: str) -> list[list[int]]:
 
     if kind == "short":
         return [prompt(60 + i) for i in range(16)]
+    if kind == "shared":
+        common = prompt(400)
+        return [common + prompt(5 + 9 * i) for i in range(12)]
+    if kind == "images":
+        return image_models.questions()
     shared = prompt(192)
     lengths = (3, 17, 64, 100, 128, 150, 200, 300, 330, 400, 500, 700)
     return [(shared if i % 2 else []) + prompt(length) for i, length in enumerate(lengths)]
 
 
 def write_models(folder: Path, is_small: bool, is_wide: bool = False) -> None:
-    """All models; of the wide shape a Llama alone."""
+    """All models; of the wide shape a Llama alone, with its drafts."""
     from transformers import BloomConfig, BloomForCausalLM
 
     for name in ("llama",) if is_wide else KV_HEADS:
         tiny_model.MODELS[name] = sizes_of(name, is_small, is_wide)
         tiny_model.write(folder / name, name)
+    half = sizes_of("llama", is_small, is_wide)["num_hidden_layers"] // 2
+    tiny_model.write(folder / "draft", "llama", num_hidden_layers=half)  # the first layers, some of whose guesses hold
+    tiny_model.write_eagle(folder / "eagle-of-vllm", "llama", "vllm")
     if is_wide:
         return
+    engine_features.write_e4m3(folder / "e4m3", folder / "llama")
+    image_models.write_paligemma(folder / "paligemma")
     sizes, dtype = (SMALL, torch.float32) if is_small else (SIZES, torch.bfloat16)
     tiny_model.write_eagle(folder / "eagle", "llama")
     tiny_model.write_gpt_oss(folder / "gptoss", dtype)

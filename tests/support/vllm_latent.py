@@ -126,6 +126,10 @@ def check_prompts() -> None:
             close(found[1].T, torch.cat([state.lse for state in states]) * math.log(2))
 
 
+class Configuration(SimpleNamespace):
+    """vLLM's, of which weak references can be made."""
+
+
 @contextlib.contextmanager
 def configured(
     use_mla: bool = False,
@@ -139,8 +143,9 @@ def configured(
         "model_config": SimpleNamespace(use_mla=use_mla, hf_text_config=SimpleNamespace(**of_model)),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=context_ranks),
         "attention_config": SimpleNamespace(hisparse_config=hisparse),
+        "compilation_config": SimpleNamespace(static_forward_context={}),
     }
-    with mock.patch("vllm.config.vllm._current_vllm_config", SimpleNamespace(**parts | (others or {}))):
+    with mock.patch("vllm.config.vllm._current_vllm_config", Configuration(**parts | (others or {}))):
         yield
 
 

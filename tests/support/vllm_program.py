@@ -2,9 +2,11 @@
 
 A job has `prompts`, `options` of `LLM`, and `models`, each with options of its own. A model may have `prompts` of its
 own too, `is_cascading` (vLLM 0.26 has cascades, and switches them off on the CPU), and `answer`: "embed", "transcribe"
-sounds, or "see" images. With `ray_cards` workers are actors of a Ray with so many. The output has each model's tokens,
-or embeddings; the modules of its layers' attention, as the processes that run the model say; and what our builder was
-asked for and planned, and how many guesses were accepted, if all is one process.
+sounds, or "see" images. With `connector` it answers `again`, and the output has what the connector `loaded` for that,
+and how many `tensors` of whole blocks it sees. With `ray_cards` workers are actors of a Ray with so many. The output
+has each model's tokens, or embeddings; the modules of its layers' attention and the tokens of a block, as the processes
+that run the model say; and what our builder was asked for and planned, and how many guesses were accepted, if all is
+one process.
 """
 
 from __future__ import annotations
@@ -38,6 +40,12 @@ def attention_modules(worker: Any) -> list[str]:
     layers = worker.model_runner.compilation_config.static_forward_context.values()
     parts = [(getattr(layer, "impl", None), getattr(layer, "prefill_backend", None)) for layer in layers]
     return sorted({type(part).__module__ for both in parts for part in both if part is not None})
+
+
+def tokens_of_blocks(worker: Any) -> list[int]:
+    layers = worker.model_runner.compilation_config.static_forward_context.values()
+    caches = [getattr(layer, "kv_cache", None) for layer in layers]
+    return sorted({cache.shape[-2] for cache in caches if hasattr(cache, "shape") and cache.dim() > 2})
 
 
 def count_plans() -> Counter[str]:
@@ -104,6 +112,15 @@ def start_ray(cards: int) -> None:
     os.environ.update(ours)
 
 
+def answer_again(llm: Any, prompts: list[list[int]], connector: str) -> dict[str, Any]:
+    """The answers after the blocks of earlier ones have left the cache."""
+    from vllm_connectors import loads_of
+
+    llm.reset_prefix_cache()
+    loads = loads_of(connector)
+    return {"again": answer(llm, "generate", prompts), **loads}
+
+
 def answer(llm: Any, how: str, prompts: list[list[int]]) -> list[list[Any]]:
     from vllm import SamplingParams
 
@@ -134,7 +151,9 @@ def main(job_path: str, out_path: str) -> None:
     plans, out = count_plans(), []
     for model in job["models"]:
         prompts, how = model.pop("prompts", job["prompts"]), model.pop("answer", "generate")
-        is_cascading = model.pop("is_cascading", False)
+        is_cascading, connector = model.pop("is_cascading", False), model.pop("connector", None)
+        if connector:
+            model["kv_transfer_config"] = {"kv_role": "kv_both", **connector}
         if how == "see":
             leave_out_pixtral()
         llm = LLM(**OPTIONS | job["options"] | model)
@@ -143,6 +162,9 @@ def main(job_path: str, out_path: str) -> None:
         plans.clear()
         found: dict[str, Any] = {"tokens": answer(llm, how, prompts), "plans": dict(plans)}
         found["attention"] = sorted(set(itertools.chain(*llm.collective_rpc(attention_modules))))
+        found["block tokens"] = sorted(set(itertools.chain(*llm.collective_rpc(tokens_of_blocks))))
+        if connector:
+            found |= answer_again(llm, prompts, connector["kv_connector"])
         if model.get("speculative_config"):
             counts = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
             found |= {name: counts[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted")}
@@ -150,6 +172,10 @@ def main(job_path: str, out_path: str) -> None:
         if "ray_cards" in job:
             llm.llm_engine.engine_core.shutdown()  # at exit vLLM would end its actors when Ray has ended
         del llm
+        if connector:
+            from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+            ensure_kv_transfer_shutdown()  # a process has one connector
     with open(out_path, "w") as file:
         json.dump(out, file)
 

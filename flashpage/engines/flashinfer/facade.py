@@ -17,7 +17,7 @@ from ...base.refused import REASONS
 from .. import overlay
 
 SUBMODULES = "attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "sparse", "utils"
-FLASHINFER_VERSION = "0.7.2"  # the release whose names and signatures are served
+FLASHINFER_VERSION = "0.7.2"  # the release whose names are served, with the parameters of 0.7.4
 
 PACKAGE = overlay.Package(
     "flashinfer",

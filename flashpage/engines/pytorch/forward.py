@@ -9,11 +9,13 @@ import torch
 from ...base.errors import CapabilityError
 from ...plan.lengths import Lengths
 from ...plan.page_indices import NO_PAGES, Pages
+from ...run.checks import NO_SCALES, scales_of
 from ...wrappers.base import Attention
 from ...wrappers.function_plans import FunctionPlan, Tables, key_of, plan_of
 from ...wrappers.lse_mode import LN_2
 from ...wrappers.plan_arguments import PrefillArguments
 
+_E4M3 = torch.float8_e4m3fn
 _DTYPES = {"cuda": (torch.float16, torch.bfloat16), "cpu": (torch.float16, torch.bfloat16, torch.float32)}
 
 
@@ -25,6 +27,8 @@ class Options(NamedTuple):
     window_left: int | None = None  # None, -1: no limit
     window_right: int | None = None
     num_splits: int | None = None
+    # Factors of e4m3 queries, keys and values, [batch, KV heads] each or None; None: an operator of other elements.
+    descales: tuple[torch.Tensor | None, ...] | None = None
 
     @property
     def causal(self) -> bool:
@@ -48,10 +52,22 @@ class Options(NamedTuple):
             disable_split_kv=self.num_splits == 1,
         )
 
+    def scales(self, q_heads: int) -> Any:
+        """The factors, with those of queries for each query head."""
+        if self.descales is None:
+            return NO_SCALES
+        q, k, v = self.descales
+        if q is not None:
+            q = q.repeat_interleave(q_heads // q.shape[1], 1)
+        return scales_of(q, k, v, None)
+
 
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, dropout_p: float = 0.0) -> None:
     """Raises CapabilityError for what torch's own kernels must do; plans refuse the rest."""
     dtypes = _DTYPES.get(q.device.type, ())
+    if options.descales is not None:
+        check_descales(q, k, options.descales)
+        dtypes = (_E4M3,)
     for is_lacking, what in (
         (dropout_p != 0, "dropout"),
         (q.dtype not in dtypes or not q.dtype == k.dtype == v.dtype, f"elements of {q.dtype} and {k.dtype}"),
@@ -63,6 +79,21 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, d
     ):
         if is_lacking:
             raise CapabilityError(f"flashpage does not have {what} here: torch's own kernel runs.")
+
+
+def check_descales(q: torch.Tensor, k: torch.Tensor, descales: tuple[torch.Tensor | None, ...]) -> None:
+    """For dense batches; plans know how many requests a ragged one has."""
+    for name, scale in zip("qkv", descales, strict=True):
+        if scale is None:
+            continue
+        heads = k.shape[-2]
+        if (
+            scale.dim() != 2
+            or scale.shape[1] != heads
+            or q.shape[-2] % heads
+            or (q.dim() == 4 and len(scale) != len(q))
+        ):
+            raise CapabilityError(f"{name}_descale has shape {tuple(scale.shape)}: pass [batch, {heads}], of KV heads.")
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor) -> torch.Tensor:
@@ -131,7 +162,9 @@ def _run(
     attention: Attention, plan: FunctionPlan, q: torch.Tensor, cache: Any, options: Options, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     values = plan.values._replace(sm_scale=options.scale)
-    found: tuple[torch.Tensor, torch.Tensor] = attention.run(q, cache, out, return_lse=True, values=values)
+    found: tuple[torch.Tensor, torch.Tensor] = attention.run(
+        q, cache, out, return_lse=True, values=values, scales=options.scales(q.shape[1])
+    )
     return found
 
 

@@ -35,8 +35,8 @@ class Registration:
 
     def __init__(self, dispatch_key: str) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL", dispatch_key)
-        known = {name: kernel for name, kernel in _IMPLEMENTATIONS.items() if hasattr(torch.ops.aten, name)}
-        for operator, implementation in known.items():  # older releases lack the one that writes in place
+        known = {name: kernel for name, kernel in _IMPLEMENTATIONS.items() if _has(name)}
+        for operator, implementation in known.items():  # older releases lack some
             kernel = _with_own(implementation, _kernel_before(operator, dispatch_key))
             self._library.impl(operator, kernel, dispatch_key, with_keyset=True)
 
@@ -50,6 +50,11 @@ class Registration:
 def register(dispatch_key: str = "CUDA") -> Registration:
     """Puts flashpage under torch's operators; torch calls it at activate_flash_attention_impl."""
     return Registration(dispatch_key)
+
+
+def _has(operator: str) -> bool:
+    name, _, overload = operator.partition(".")
+    return hasattr(getattr(torch.ops.aten, name, None), overload or "default")
 
 
 def _kernel_before(operator: str, dispatch_key: str) -> Any:
@@ -100,6 +105,29 @@ def _scaled_dot_product(
     return out, lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
 
+def _scaled_dot_product_quantized(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    q_descale: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """aten::_scaled_dot_product_flash_attention.quantized, of e4m3 queries, keys and values; outputs are bf16."""
+    _refuse(return_debug_mask, None)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    options = Options(scale, is_causal, descales=(q_descale, k_descale, v_descale))
+    forward.check(q, k, v, options, dropout_p)
+    out = _like(query, value, torch.bfloat16)
+    lse = forward.dense(q, k, v, options, out.transpose(1, 2))
+    return out, lse, None, None, query.shape[2], key.shape[2], *_unused(query)
+
+
 def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -117,6 +145,31 @@ def _forward(
     out = _like(query, value)
     lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
     lse = _forward_to(out, query, key, value, *lengths, dropout_p, is_causal, return_debug_mask, **options)
+    return out, lse, *_unused(query)
+
+
+def _forward_quantized(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    q_descale: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """aten::_flash_attention_forward.quantized, of e4m3 [batch, rows, heads, dim] or [total, heads, dim]."""
+    out = _like(query, value, torch.bfloat16)
+    lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+    descales = (q_descale, k_descale, v_descale)
+    last = (dropout_p, is_causal, return_debug_mask)
+    lse = _forward_to(out, query, key, value, *lengths, *last, descales=descales, **options)
     return out, lse, *_unused(query)
 
 
@@ -140,10 +193,11 @@ def _forward_to(
     alibi_slopes: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
+    descales: tuple[torch.Tensor | None, ...] | None = None,
 ) -> torch.Tensor:
     """aten::_flash_attention_forward_no_dropout_inplace."""
-    _refuse(return_debug_mask, alibi_slopes, query, key, value)
-    options = Options(scale, is_causal, window_size_left, window_size_right, num_splits)
+    _refuse(return_debug_mask, alibi_slopes, *((query, key, value) if descales is None else ()))
+    options = Options(scale, is_causal, window_size_left, window_size_right, num_splits, descales)
     forward.check(query, key, value, options, dropout_p)
     if cum_seq_q is not None:
         lengths = Varlen(cum_seq_q, cum_seq_k, seqused_k, block_table)
@@ -153,11 +207,11 @@ def _forward_to(
     return forward.dense(query, key, value, options, out)
 
 
-def _like(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _like(query: torch.Tensor, value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An output in the query's layout, as torch's shape functions expect it."""
     if query.shape[-1] != value.shape[-1]:
         raise CapabilityError("flashpage's outputs here have the query's head dimension: torch's own kernel runs.")
-    return torch.empty_like(query)
+    return torch.empty_like(query, dtype=dtype)
 
 
 def _unused(query: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -176,7 +230,9 @@ def _refuse(return_debug_mask: bool, alibi_slopes: torch.Tensor | None, *given: 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _scaled_dot_product,
+    "_scaled_dot_product_flash_attention.quantized": _scaled_dot_product_quantized,
     "_flash_attention_forward": _forward,
+    "_flash_attention_forward.quantized": _forward_quantized,
     "_flash_attention_forward_no_dropout_inplace": _forward_to,
 }
 

@@ -57,13 +57,20 @@ class Step:
         """ends: where each request's rows and tokens end, [requests + 1]; slots: [count], None: 0, 1, 2, ..."""
         self.given = ends, slots, count
         self.q_indptr, kv_indptr = (each.int() for each in ends)
-        self.begins, self.seq_lens = kv_indptr[:-1], kv_indptr.diff()
+        begins, self.seq_lens = kv_indptr[:-1], kv_indptr.diff()
         if slots is None:
             slots = torch.arange(count, dtype=torch.int32, device=kv_indptr.device)
-        # Each request's row of the table begins where its slots do, so rows overlap. The last ones end in the padding.
-        padded = torch.zeros(2 * count, dtype=torch.int32, device=slots.device)
-        padded[:count] = slots
-        self.table = padded.as_strided((count + 1, count), (1, 1))
+        self.table_rows: torch.Tensor | None = None  # each request's row of the table; None: 0, 1, 2, ...
+        if slots.is_cpu:
+            # The plan copies the table, so it has a row for each request, as long as the longest one.
+            longest = int(self.seq_lens.max()) if len(begins) else 0
+            padded = torch.nn.functional.pad(slots.int(), (0, longest))
+            self.table = padded[begins.long().unsqueeze(1) + torch.arange(longest)]
+        else:
+            # Each request's row begins where its slots do, so rows overlap. The last ones end in the padding.
+            padded = torch.zeros(2 * count, dtype=torch.int32, device=slots.device)
+            padded[:count] = slots
+            self.table, self.table_rows = padded.as_strided((count + 1, count), (1, 1)), begins
 
     def is_of(self, ends: Ends, slots: torch.Tensor | None, count: int) -> bool:
         """Whether it was made from these tensors: each forward passes the same objects to its layers."""
@@ -107,7 +114,7 @@ def attend(
     q = query[0].transpose(0, 1)
     step = Step.of(kind, ends, slots, len(pages[0]) if slots is None else len(slots))
     # Most requests of a graph's shape are padding or have one row; the kernel is the one for a prompt of all rows.
-    tables = Tables(step.seq_lens, step.table, step.q_indptr, len(q), step.begins, typical_requests=1)
+    tables = Tables(step.seq_lens, step.table, step.q_indptr, len(q), step.table_rows, typical_requests=1)
     arguments = layer.call.arguments(1, layer.window_left, has_mask=False)
     owner = write if isinstance(write, torch.Tensor) else write[0]
     attention = plan_of(q.device, "NHD", arguments).on_device(tables, step, owner)

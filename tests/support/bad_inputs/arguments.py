@@ -118,6 +118,8 @@ _kind(
 _kind(TOLD_LATER, "group tile cost clusters card global_override_indptr_cpu")
 _kind(INDEX, "indptr_buffer indices_buffer last_page_len_buffer")
 _kind(REFUSED, "o_sf_scale o_sf_vec_size bmm1_scale_log2 enable_block_sparse_attention causal_seqlens_kv_global")
+_kind(REFUSED, "nvfp4_4over6 sparse_top_k variable_window_token_starts variable_window_token_ends max_total_num_rows")
+_kind(REFUSED, "qo_indptr_cpu kv_indptr_cpu")
 _kind(REFUSED, "bf16q_fp8kv_transform_mode request_order request_order_plan cache_leftpad")
 _kind(REAL, "bmm1_scale bmm2_scale softmax_scale dropout_p")
 _kind(SOFT_CAP, "softcap")
@@ -132,6 +134,7 @@ _kind(WINDOW, "window_size")
 _kind(DATA, "rotary_cos rotary_sin k_cache v_cache")
 # Accepted, and nothing to flashpage.
 _kind((), "max_q_len max_kv_len cum_seq_lens_kv multi_ctas_kv_counter_buffer max_seqlen_q max_seqlen_k deterministic")
+_kind((), "length_aware_schedule")
 _kind((), "num_splits")
 _kind((), "args kwargs deprecated_positional_args _ __")  # tests/api/test_api_signatures.py checks these
 

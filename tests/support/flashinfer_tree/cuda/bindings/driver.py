@@ -1,4 +1,13 @@
+class _Members(type):
+    """Enumerations have members."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return 0
+
+
 def __getattr__(name: str) -> type:
     if name.startswith("__"):
         raise AttributeError(name)
-    return type(name, (), {})
+    return _Members(name, (), {})
