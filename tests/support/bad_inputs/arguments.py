@@ -157,7 +157,7 @@ _kind(DATA, "kv")
 _kind(NOT_NEGATIVE, "qk_rope_head_dim")
 _kind((), "qk_nope_head_dim is_var_seq cute_dsl_impl kv_scale_format")
 _kind(REFUSED, "sparse_mla_top_k sparse_mla_top_k_lens enable_dcp is_fp8_kvcache attn_sink extra_k_cache")
-_kind(REFUSED, "extra_indices_in_kvcache extra_topk_length descale_q descale_k")
+_kind(REFUSED, "extra_indices_in_kvcache extra_indices extra_kv_cache extra_topk_length descale_q descale_k")
 _kind(REFUSED_WORD, "return_log2_lse")
 _kind(FLAG, "enable_batch_invariant use_legacy is_varlen")
 _kind(INDPTR, "cu_seqlens_qo cu_seqlens_kv")
@@ -191,6 +191,9 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     **{
         ("BatchMLAPagedAttentionWrapper", name): TOLD_LATER
         for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+    },
+    **{  # scales of single tokens, which 1 is not either
+        ("VariableBlockSparseAttentionWrapper.plan", name): REFUSED for name in ("q_scale", "k_scale", "v_scale")
     },
     ("TokenPool", "v_head_dim"): tuple(badness for badness in COUNT if badness.name != "none"),
     ("merge_over_group", "out"): DATA,
@@ -227,6 +230,8 @@ def kind_of(step: str, name: str) -> tuple[Badness, ...]:
 
 # Other words by which messages name an argument.
 OTHER_WORDS = {
+    "qo_indptr_cpu": "qo_indptr",
+    "kv_indptr_cpu": "kv_indptr",
     "block_table": "block_tables",
     "cache_seqlens": "seq_lens|rows",
     "cum_seq_lens_q": "qo_indptr|rows",

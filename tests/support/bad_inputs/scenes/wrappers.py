@@ -158,6 +158,24 @@ def _selected() -> Scene:
     return Scene("BatchMLASparseAttentionWrapper", (made, planned, Step(".run", run, extras)))
 
 
+def _two_caches() -> Scene:
+    """Rows of DeepSeek V4, and a list of tokens in each of two caches for each row of q."""
+
+    def plan(make: Make) -> Arguments:
+        sizes = {"num_heads": 16, "head_dim_ckv": 512, "head_dim_kpe": 0, "page_size": PAGE, "sm_scale": 0.1}
+        lists = {"indices": make.ints(*range(8), -1, 9).reshape(2, 5), "extra_indices": make.ints(3, -1).reshape(2, 1)}
+        return lists | sizes | {"kv_row_format": "deepseek_v4"} | types(make)
+
+    def run(make: Make) -> Arguments:
+        caches = {name: make.data(PAGES, PAGE, 584).to(torch.uint8).zero_() for name in ("kv_cache", "extra_kv_cache")}
+        return {"query": make.data(2, 16, 512)} | caches
+
+    made = Step("flashpage.mla:BatchMLASparseAttentionWrapper", workspace)
+    planned = Step(".plan", plan, lambda make: {"extra_topk_length": torch.tensor([1, 1])})
+    extras = lambda make: {"extra_indices": make.ints(2, 1).reshape(2, 1), "sinks": make.floats(16)}
+    return Scene("BatchMLASparseAttentionWrapper, two caches", (made, planned, Step(".run", run, extras)))
+
+
 def scenes() -> list[Scene]:
     decode, prefill = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
     return [
@@ -170,4 +188,5 @@ def scenes() -> list[Scene]:
         _mixed(),
         _latent(),
         _selected(),
+        _two_caches(),
     ]
