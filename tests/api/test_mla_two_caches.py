@@ -9,6 +9,7 @@ import torch
 
 import flashpage
 from flashpage import PlanError, RunError
+from flashpage.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
 
@@ -111,3 +112,8 @@ def test_refused_caches(given: Any, lists: Any) -> None:
     ):
         with pytest.raises(RunError, match=says):
             wrapper.run(**given | {"extra_kv_cache": wrong})
+    call = {"q": given["query"].unsqueeze(1), "k_cache": given["kv_cache"].unsqueeze(2), "head_dim_v": 512}
+    call |= {"block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": get_mla_metadata()[0]}
+    call |= {"indices": lists[0].unsqueeze(1), "extra_indices_in_kvcache": lists[1].unsqueeze(1)}
+    with pytest.raises(RunError, match="^extra_k_cache has dtype torch.float8_e5m2"):
+        flash_mla_with_kvcache(**call, extra_k_cache=cache.view(torch.float8_e5m2).unsqueeze(2))
