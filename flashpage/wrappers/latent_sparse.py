@@ -22,7 +22,7 @@ from .lse_mode import BASE_2, in_base_e, is_natural
 from .operators import is_traced
 from .operators import run as run_as_operator
 from .plan_arguments import LatentArguments, differ
-from .two_lists import SecondLists, second_of
+from .two_lists import SecondLists, check_span, second_of
 
 # The rows of q are the requests of the planner.
 SELECTED = Names("rows", "indices", "topk_length", "topk_length")
@@ -66,15 +66,18 @@ class SelectedAttention(LatentAttention):
         bound = super()._bind(signature, values, tensors)
         second = self._local.second
         if second is not None and bound.most_cache_bytes < ANY_BYTES:
-            second.check_span(latent_cache_of(self.options, tensors.cache), bound.most_cache_bytes)
+            check_span(latent_cache_of(self.options, tensors.cache), "kv_cache", bound.most_cache_bytes)
         self._point(bound)
         return bound
 
     def _point(self, bound: Binding) -> None:
+        second = self._local.second
+        if second is not None and bound.most_cache_bytes < ANY_BYTES:  # bindings are not bound to a second cache
+            check_span(second.cache, "extra_kv_cache", bound.most_cache_bytes)
         for part in bound.parts:
             part.params.kv_indices = tensor_memory.address(self._local.indices, "indices", RunError)
-            if self._local.second is not None:
-                self._local.second.read_from(part.params, self.options, self._local.indices.shape[1])
+            if second is not None:
+                second.read_from(part.params, self.options, self._local.indices.shape[1])
 
 
 class BatchMLASparseAttentionWrapper:
@@ -136,7 +139,8 @@ class BatchMLASparseAttentionWrapper:
                 the page; -1: none. Runs read this tensor, with `use_cuda_graph` a copy of it, or another one of its
                 shape. A card's lists are never checked: a token beyond the cache is an illegal address.
             topk_length: [rows], entries of each list that are used; None: all. If it is on a card, the plan is made
-                there, and the host reads no numbers.
+                there, and the host reads no numbers. With `extra_indices` extra_topk_length says where the plan is
+                made, and runs read topk_length: int32 on a card is read in place, with `use_cuda_graph` in a copy.
             num_heads: query heads, any number.
             head_dim_ckv, head_dim_kpe: columns that K and V share, and those that only K has (0: none).
             page_size: tokens a page of the cache.
@@ -165,11 +169,12 @@ class BatchMLASparseAttentionWrapper:
             has_two_caches=extra_indices is not None,
         )
         lists = self._judged_lists(indices, "indices", topk_length, "topk_length")
-        extra = None
+        extra = first = None
         if extra_indices is not None:
             extra = self._judged_lists(extra_indices, "extra_indices", extra_topk_length, "extra_topk_length")
             if len(extra) != len(lists):
                 raise PlanError(f"extra_indices has {len(extra)} rows but indices {len(lists)}: pass equally many.")
+            first = self._first_lengths_of(lists, topk_length)
         elif extra_topk_length is not None:
             raise PlanError("extra_topk_length without extra_indices: pass the lists of the second cache, or None.")
         if differ(arguments, self._arguments):
@@ -186,7 +191,6 @@ class BatchMLASparseAttentionWrapper:
         # After a refused plan, the runs of the last one keep their lists.
         self._indices = self._kept(lists, "indices")
         self._extra = None if extra is None else self._kept(extra, "extra_indices")
-        first = None if extra is None or topk_length is None else topk_length.to(self.device, torch.int32)
         self._first_lengths = None if first is None else self._kept(first, "topk_length")
 
     def _judged_lists(self, indices: Any, name: str, lengths: Any, lengths_name: str) -> torch.Tensor:
@@ -200,15 +204,30 @@ class BatchMLASparseAttentionWrapper:
             )
         if lengths is not None and checks.tensor(lengths, lengths_name, PlanError).is_cpu:
             rows, topk = lists.shape
-            _check_lengths(lengths, rows, topk, lengths_name)
+            _check_lengths(lengths, rows, lengths_name)
+            check_entries(lengths, topk, lengths_name, PlanError)
         return lists
+
+    def _first_lengths_of(self, lists: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor | None:
+        """The lengths of the first of two lists, as runs read them: contiguous, and apart from a host's tensor, which
+        may change. Captured runs always read some, as later plans may have them."""
+        rows, topk = lists.shape
+        if lengths is None:
+            is_graph = self._attention.is_graph
+            return torch.full((rows,), topk, dtype=torch.int32, device=self.device) if is_graph else None
+        if lengths.is_cpu:
+            return lengths.to(self.device, torch.int32, copy=True).contiguous()
+        checks.same_device(lengths, self.device, "topk_length", PlanError)
+        _check_lengths(lengths, rows, "topk_length")
+        return lengths.to(torch.int32).contiguous()
 
     def _kept(self, given: torch.Tensor, name: str) -> torch.Tensor:
         """Lists or lengths, where captured runs read them."""
         if not self._attention.is_graph:
             return given
         if name not in self._held:
-            self._held[name] = given.clone()
+            with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+                self._held[name] = given.clone()
         return self._held[name].copy_(given)
 
     def _plan(self, lists: torch.Tensor, lengths: torch.Tensor | None, before: int, topk: int) -> torch.Tensor | None:
@@ -327,14 +346,13 @@ def _lens_of(lengths: torch.Tensor | None, rows: int, topk: int) -> torch.Tensor
     return lengths.clone() if lengths.is_cpu else None
 
 
-def _check_lengths(lens: torch.Tensor, rows: int, topk: int, name: str) -> None:
+def _check_lengths(lens: torch.Tensor, rows: int, name: str) -> None:
     tensor_memory.address(lens, name, PlanError)
     if lens.shape != (rows,) or lens.dtype not in (torch.int32, torch.int64):
         raise PlanError(
             f"{name} has shape {tuple(lens.shape)} and dtype {lens.dtype}: "
             f"pass int32 or int64, one entry a row ({rows})."
         )
-    check_entries(lens, topk, name, PlanError)
 
 
 def check_entries(lens: torch.Tensor, topk: int, name: str, error: type[FlashpageError]) -> None:

@@ -45,19 +45,11 @@ class SecondLists(NamedTuple):
         """The tokens of the second cache."""
         return self.cache.shape[0] * self.cache.shape[1]
 
-    def check_span(self, first_cache: Any, most_bytes: int) -> None:
-        """Refuses caches that span more than a kernel can address of each of two."""
-        for name, cache in (("kv_cache", first_cache), ("extra_kv_cache", self.cache)):
-            span = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True)) + 1
-            if span > most_bytes // 2:
-                raise RunError(
-                    f"{name} spans {span} bytes, but the plan's kernel reads at most {most_bytes // 2} of each of two "
-                    "caches: pass a cache of fewer pages, or one in which a layer's pages follow each other."
-                )
-
     def _view(self, options: Options) -> kv_view.View:
         packed = options.latent_row_format
         assert packed is not None
+        if self.cache.dim() != 3:
+            raise RunError(f"extra_kv_cache has shape {tuple(self.cache.shape)}: pass [pages, page_size, bytes].")
         views = kv_view.latent_views(self.cache, packed.row_bytes)
         view = rows_of_pages(views, packed, "extra_kv_cache")[0]
         if view.head_dim != packed.row_bytes or views[1].head_dim:
@@ -68,6 +60,16 @@ class SecondLists(NamedTuple):
         if view.num_pages == 0:
             raise RunError("extra_kv_cache has 0 pages: pass a cache of at least one.")
         return view
+
+
+def check_span(cache: Any, name: str, most_bytes: int) -> None:
+    """Refuses one of two caches of bytes if it spans more than a kernel, which reads `most_bytes`, can address."""
+    span = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True)) + 1
+    if span > most_bytes // 2:
+        raise RunError(
+            f"{name} spans {span} bytes, but the plan's kernel reads at most {most_bytes // 2} of each of two "
+            "caches: pass a cache of fewer pages, or one in which a layer's pages follow each other."
+        )
 
 
 def second_of(

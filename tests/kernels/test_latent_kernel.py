@@ -259,6 +259,20 @@ def test_large_weights_are_exact(kernel: AttentionKernel, heads: int, page_size:
     assert (out.double() - expected).norm() <= 2.0e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("q_dtype", ["bfloat16", "float16"])
+def test_scales_of_tokens_that_are_not_listed_may_hold_anything(q_dtype: str) -> None:
+    """Where a block has no token, the kernel reads the scales of the cache's first token, times zeros."""
+    form = _V4 | _LISTED | {"num_q_heads": 40, "q_dtype": q_dtype, "selected": "lengths", "second_page": 16}
+    case = latent_case("unlisted", "lists shorter than a block", (1,), (30,), **form)
+    inputs = make_inputs(case)
+    pages = inputs.cache.buffers[0]
+    pages = torch.cat([torch.full_like(pages[:1], 255), pages])
+    cache = dataclasses.replace(inputs.cache, buffers=(pages, *inputs.cache.buffers[1:]))
+    moved = dataclasses.replace(inputs, cache=cache, indices=inputs.indices + 1)
+    expected, (out, _, left) = reference_states(inputs)[0], run(WIDE, case, moved, 0)
+    assert left == 0 and ((out.double() - expected.out).abs() <= limits(case, expected).element).all()
+
+
 @pytest.mark.parametrize("form", [_LISTED | {"num_q_heads": 40}, _ROWS_64 | {"page_size": 1}], ids=["list", "page-1"])
 def test_single_rows_may_lie_far_apart(form: dict[str, Any], tmp_path: Path) -> None:
     """Offsets of rows may exceed 32 bits, and also 32 bits of 16 bytes each."""

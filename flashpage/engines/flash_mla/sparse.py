@@ -67,20 +67,24 @@ class SparseCall(NamedTuple):
         cache = lists.cache
         if cache.is_cpu:
             check_slots(lists.indices, lens, cache.shape[0] * cache.shape[1])
-        if _row_format(cache) is not None and cache.dtype in (torch.uint8, torch.int8):
-            cache = cache.view(torch.float8_e4m3fn)
-        tensors = Tensors(self.query, cache, None, None)
+        tensors = Tensors(self.query, _as_stored(cache), None, None)
         out, lse = attention.run_indices(tensors, lists.indices, True, NO_SCALES, None, None)
         return out, lse
 
     def joint_state(self, lists: Lists, others: Lists) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the LSE, base 2, over two caches in one launch."""
+        # Addresses alone reach the kernel. What is of the first cache is checked as that of one cache is.
+        checks.same_device(others.indices, self.query.device, "extra_indices_in_kvcache", RunError)
+        checks.same_device(others.cache, self.query.device, "extra_k_cache", RunError)
+        extra = _as_stored(others.cache)
+        if extra.dtype != torch.float8_e4m3fn:
+            raise RunError(f"extra_k_cache has dtype {extra.dtype}: pass rows of bytes (uint8).")
         attention, _ = self._planned(lists, others)
         for each, name in ((lists, "indices"), (others, "extra_indices_in_kvcache")):
             if each.cache.is_cpu:
                 check_slots(each.indices, each.lens(), each.cache.shape[0] * each.cache.shape[1], name)
-        tensors = Tensors(self.query, lists.cache.view(torch.float8_e4m3fn), None, None)
-        second = SecondLists(others.cache.view(torch.float8_e4m3fn), others.indices, lists.lengths)
+        tensors = Tensors(self.query, _as_stored(lists.cache), None, None)
+        second = SecondLists(extra, others.indices, lists.lengths)
         out, lse = attention.run_indices(tensors, lists.indices, True, NO_SCALES, None, None, second)
         return out, lse
 
@@ -186,6 +190,12 @@ def lists_of(cache: Any, indices: Any, lengths: Any, rows: tuple[int, ...], name
             check_entries(lengths, indices.shape[-1], names[2], RunError)
         lengths = lengths.repeat_interleave(math.prod(rows[1:]))
     return Lists(cache, indices.flatten(0, -2).contiguous(), lengths)
+
+
+def _as_stored(cache: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes as the type of most of their numbers; any other cache as it is."""
+    is_bytes = _row_format(cache) is not None and cache.dtype in (torch.uint8, torch.int8)
+    return cache.view(torch.float8_e4m3fn) if is_bytes else cache
 
 
 def _row_format(cache: torch.Tensor) -> str | None:

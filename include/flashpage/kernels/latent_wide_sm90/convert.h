@@ -222,7 +222,9 @@ struct WideConvert {
       store(to, pairs[0]);
       store(to ^ 16, pairs[1]);
     } else {
-      const float scale = latent_scale(PowerOfTwo{static_cast<u8>(exponent)});
+      // A token that is not there has numbers of 0 and a scale of some row, which may hold anything: no scale is
+      // infinite, as 0 times it would be NaN.
+      const float scale = latent_scale(PowerOfTwo{static_cast<u8>(min_of(exponent, 254u))});
       store_widened<Cache>(words, false, scale, [=](u32 i, const u32(&pairs)[4]) { store(to ^ i * 16, pairs); });
     }
   }

@@ -28,7 +28,8 @@ FP_DEVICE float latent_scale(float scale) { return scale; }
 FP_DEVICE float latent_scale(PowerOfTwo scale) { return __uint_as_float(static_cast<u32>(scale.exponent) << 23); }
 
 // Four e4m3 as two pairs of bf16, times 2^(exponent - 127). A byte's exponent and mantissa become those of a bf16 2^120
-// times too small, so the factor has 2^120 more; it holds scales of up to 2^7, and larger ones take a second factor.
+// times too small, so the factor has 2^120 more; it holds scales of up to 2^7, and larger ones take a second factor. A
+// NaN becomes 480.
 FP_DEVICE void widen4_by(u32 four, u32 exponent, u32& pair0, u32& pair1) {
   constexpr u32 most = 127 + 7, twice = 0x00010001, magnitude = 0x7f007f00, sign = 0x80008000;
   const u32 factor = (min_of(exponent, most) + 120) << 7;
