@@ -98,6 +98,8 @@ def test_compiled(active: str, kernels: None) -> None:
 def test_public_function_on_a_card(active: str) -> None:
     from torch.nn.attention.experimental import _scaled_dot_product_attention_quantized as public
 
+    if active == "cpu":
+        pytest.skip("torch's function takes tensors of a card alone")
     batch = Batch(active, rows=64, tokens=200)
     found = public._scaled_dot_product_attention_quantized(*batch.parts, True, None, *batch.descales)
     out, _ = batch.expected(batch.descales, True)

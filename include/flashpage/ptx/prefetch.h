@@ -7,10 +7,6 @@ namespace flashpage::ptx {
 FP_DEVICE void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
-// Brings `bytes`, a multiple of 16, sm_90. The address starts on 16 bytes.
-FP_DEVICE void prefetch_bytes_to_l2(const void* address, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
 FP_DEVICE void prefetch_to_l1(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(address) : "memory");
 }

@@ -10,7 +10,6 @@
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/peer_copy.h"
-#include "flashpage/ptx/prefetch.h"
 #include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/load/query.h"
@@ -19,8 +18,8 @@ namespace flashpage {
 
 // A CTA converts its tokens of a block in passes of 32, of which a warp has eight. Four lanes have a token, each 16
 // numbers of every panel of 64 columns. A lane copies its numbers by cp.async and reads no others, so that it waits for
-// the oldest copies alone: when they are converted, their place receives those of the next pass. Tokens are looked up
-// two passes before that.
+// the oldest copies alone: when they are converted, their place receives those of the next pass. Tokens are looked up a
+// pass before that.
 template <class Traits>
 struct WideConvert {
   using Shared = WideShared<Traits>;
@@ -44,14 +43,13 @@ struct WideConvert {
   Shared& shared;
   const AttentionParams& params;
   const WidePlace* place;  // in shared memory, because these warps have few registers
-  Token arriving, next;
-  u64 next_row;              // of `next`
-  i32 found, found_of_peer;  // entries of the pass after `next`
+  Token arriving;
+  i32 found, found_of_peer;  // entries of the pass after `arriving`
 
   FP_DEVICE WideConvert(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
-  FP_DEVICE void open(const WidePlace& opened) {
-    place = &opened;
+  FP_DEVICE void open(const WidePlace& next) {
+    place = &next;
     if (place->blocks == 0) return;
     look_up(0);
     u64 row;
@@ -59,9 +57,6 @@ struct WideConvert {
     look_up(1);
     request<0>(row);
     request<1>(row);
-    next = locate(1, next_row);
-    look_up(2);
-    bring_to_l2(next_row);
   }
 
   FP_DEVICE void load(int block, u32 use) {
@@ -70,12 +65,11 @@ struct WideConvert {
       const int number = block * passes + pass;
       const bool has_next = number + 1 < place->blocks * passes;
       u64 row;
-      const Token later = locate(number + 2, row);
-      look_up(number + 3);
-      bring_to_l2(row);
-      convert_half<0>(use, pass, has_next);
-      convert_half<1>(use, pass, has_next);
-      arriving = next, next = later, next_row = row;
+      const Token next = locate(number + 1, row);
+      look_up(number + 2);
+      convert_half<0>(use, pass, has_next, row);
+      convert_half<1>(use, pass, has_next, row);
+      arriving = next;
     }
   }
 
@@ -150,13 +144,6 @@ struct WideConvert {
   FP_DEVICE u32 own_place(int i) const { return ptx::shared_address(shared.arriving[i][warp()][threadIdx.x % 32]); }
   FP_DEVICE static constexpr int panel_of(int quarter, int i) { return Shared::panel_of_quarter(quarter) + i; }
 
-  // Rows are brought to the L2 a pass before they are copied: lanes have memory for the copies of one pass, which is
-  // shorter than a load from the card's memory takes.
-  FP_DEVICE static void bring_to_l2(u64 row) {
-    constexpr u32 row_bytes = Format::quantised + Format::rest * sizeof(Bf16);
-    if (row != 0 && lane() % 4 == 0) ptx::prefetch_bytes_to_l2(reinterpret_cast<const void*>(row), row_bytes);
-  }
-
   // Requests the numbers of two quarters, in a group of their own. Rows that do not exist become zero.
   template <int half>
   FP_DEVICE void request(u64 row) const {
@@ -176,7 +163,7 @@ struct WideConvert {
 
   // Converts two quarters, after which they are fenced and passed on: a fence takes as long as to convert one.
   template <int half>
-  FP_DEVICE void convert_half(u32 use, int pass, bool has_next) const {
+  FP_DEVICE void convert_half(u32 use, int pass, bool has_next, u64 row) const {
     ptx::cp_async_wait<1>();
     convert_quarter<half * 2>(use, pass);
     convert_quarter<half * 2 + 1>(use, pass);
@@ -186,7 +173,7 @@ struct WideConvert {
     pass_on(shared.kept_quarter(half * 2, use), pass);
     pass_on(shared.kept_quarter(half * 2 + 1, use), pass);
     if (has_next) {
-      request<half>(next_row);
+      request<half>(row);
     } else {
       ptx::cp_async_commit();
     }

@@ -5,9 +5,6 @@
 namespace flashpage::ptx {
 
 inline void prefetch_to_l2(const void* address) { static_cast<void>(*static_cast<const volatile u8*>(address)); }
-inline void prefetch_bytes_to_l2(const void* address, u32 bytes) {
-  for (u32 i = 0; i < bytes; ++i) prefetch_to_l2(static_cast<const u8*>(address) + i);
-}
 inline void prefetch_to_l1(const void* address) { prefetch_to_l2(address); }
 
 }  // namespace flashpage::ptx
