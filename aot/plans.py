@@ -86,7 +86,12 @@ _SOURCES = _axis("kv_source", ("latent", "selected"))
 
 _IN_FORMATS = (_WHOLE_DIMS, _Q_OF_BYTES, FORMATS, KINDS, _ROWS, _PAGES[1:])
 _LATENT = (_axis("q_dtype", (BF16,)), _LATENT_ROWS, KINDS, _ROWS, _SOURCES, _axis("page_size", (ONE_TOKEN, 64)))
-FAMILIES = (_ELEMENTS, _ELEMENTS, _IN_FORMATS, _LATENT)  # the first twice, as it has the most plans
+_TWO_CACHES = (
+    _axis("q_dtype", (BF16,)),
+    ({"kv_dtype": E4M3, "latent_format": "deepseek_v4", "head_dims": (512, 512), "kv_source": "two_lists"},),
+    *(KINDS, _ROWS, _axis("page_size", (64,))),
+)
+FAMILIES = (_ELEMENTS, _ELEMENTS, _IN_FORMATS, _LATENT, _TWO_CACHES)  # the first twice, as it has the most plans
 
 
 def every(step: int, first: int = 0, has_contexts: bool = True) -> Iterator[Ahead]:
@@ -96,7 +101,7 @@ def every(step: int, first: int = 0, has_contexts: bool = True) -> Iterator[Ahea
     others = _ELEMENTS[3:] if has_contexts else _ELEMENTS[3:-1]
     for fields, rest in itertools.product(some, _combined(*others)):
         yield Ahead(**fields, **rest)
-    for family in (_IN_FORMATS, _LATENT):
+    for family in (_IN_FORMATS, _LATENT, _TWO_CACHES):
         for fields in itertools.islice(_combined(*family), first, None, step):
             yield Ahead(**fields)
 

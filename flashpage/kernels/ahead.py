@@ -93,9 +93,11 @@ def fp8_rows(name: str, packed_rows: int, kv_source: str, out_dtype: DType | Non
     )
 
 
-def rows_of_two_caches(*packed_rows: int, outputs: tuple[DType, ...] = (BF16, DType.FLOAT32)) -> tuple[Ahead, ...]:
-    """DeepSeek V4's rows; outputs are fp32 if a sink multiplies them later (engines/flash_mla/sparse.py)."""
-    return more(*(fp8_rows("deepseek_v4", rows, "two_lists", out) for rows in packed_rows for out in outputs))
+def rows_of_two_caches(*packed_rows: int) -> tuple[Ahead, ...]:
+    """DeepSeek V4's rows. Outputs are fp32 if a sink multiplies them later, and in compiled models, which call each
+    cache's lists by themselves and merge (engines/flash_mla/sparse.py)."""
+    kinds = (("two_lists", None), ("two_lists", DType.FLOAT32), ("selected", DType.FLOAT32))
+    return more(*(fp8_rows("deepseek_v4", rows, source, out) for rows in packed_rows for source, out in kinds))
 
 
 def more(*rows: Ahead) -> tuple[Ahead, ...]:

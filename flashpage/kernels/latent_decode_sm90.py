@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..base.dtypes import DType
 from . import latent_formats, wgmma_source
 from .ahead import ONE_TOKEN, latent_rows, rows_of_two_caches
 from .kernel import HALF, LATENT_OUT, AttentionKernel, attention_traits, capability, dtypes, latent_trait
@@ -122,6 +121,6 @@ KERNEL = AttentionKernel(
         *latent_rows(16, 32),
         *latent_rows(16, 32, page_size=ONE_TOKEN),
         *latent_rows(16, 32, kv_source="selected"),
-        *rows_of_two_caches(16, 32, outputs=(DType.FLOAT32,)),
+        *rows_of_two_caches(16, 32),
     ),
 )
