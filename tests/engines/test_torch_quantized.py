@@ -109,8 +109,8 @@ def test_public_function_on_a_card(active: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "shape", "says"),
     [
-        (torch.bfloat16, (3, KV_HEADS), "elements of torch.bfloat16 and torch.bfloat16"),
-        (E4M3, (3, HEADS), r"q_descale has shape \(3, 4\): pass \[batch, 2\], of KV heads"),
+        (torch.bfloat16, (3, KV_HEADS), "of torch.bfloat16 and torch.bfloat16 here: torch's quantized operators take"),
+        (E4M3, (3, HEADS), r"q_descale has shape \(3, 4\): pass \[3, 2\], one factor"),
         (E4M3, (2, KV_HEADS), r"q_descale has shape \(2, 2\)"),
     ],
 )
@@ -120,3 +120,11 @@ def test_refused(dtype: torch.dtype, shape: tuple[int, int], says: str) -> None:
     with under_operators("cpu"), pytest.raises(CapabilityError, match=says):
         parts = (part.to(dtype) for part in batch.parts)
         ATEN._scaled_dot_product_flash_attention.quantized(*parts, torch.ones(shape), None, None, 0.0, True)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_factors_of_another_number_of_sequences(count: int) -> None:
+    q, kv = (torch.ones(10, heads, 64).to(E4M3) for heads in (HEADS, KV_HEADS))
+    ends, factors = torch.tensor([0, 4, 10], dtype=torch.int32), (None, torch.ones(count, KV_HEADS), None)
+    with under_operators("cpu"), pytest.raises(CapabilityError, match=r"k_descale has shape .*: pass \[2, 2\]"):
+        ATEN._flash_attention_forward.quantized(q, kv, kv, ends, ends, 6, 6, 0.0, True, False, *factors)

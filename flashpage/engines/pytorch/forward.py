@@ -62,12 +62,19 @@ class Options(NamedTuple):
         return scales_of(q, k, v, None)
 
 
-def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, dropout_p: float = 0.0) -> None:
+def check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    dropout_p: float = 0.0,
+    cum_seq_q: torch.Tensor | None = None,
+) -> None:
     """Raises CapabilityError for what torch's own kernels must do; plans refuse the rest."""
-    dtypes = _DTYPES.get(q.device.type, ())
+    dtypes, otherwise = _DTYPES.get(q.device.type, ()), "torch's own kernel runs"
     if options.descales is not None:
-        check_descales(q, k, options.descales)
-        dtypes = (_E4M3,)
+        check_descales(len(q) if cum_seq_q is None else len(cum_seq_q) - 1, k.shape[-2], options.descales)
+        dtypes, otherwise = (_E4M3,), f"torch's quantized operators take {_E4M3} and have no other kernel"
     for is_lacking, what in (
         (dropout_p != 0, "dropout"),
         (q.dtype not in dtypes or not q.dtype == k.dtype == v.dtype, f"elements of {q.dtype} and {k.dtype}"),
@@ -78,22 +85,17 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, d
         (q.dim() == 4 and options.causal and q.shape[1] > k.shape[1], "causal rows without tokens"),
     ):
         if is_lacking:
-            raise CapabilityError(f"flashpage does not have {what} here: torch's own kernel runs.")
+            raise CapabilityError(f"flashpage does not have {what} here: {otherwise}.")
 
 
-def check_descales(q: torch.Tensor, k: torch.Tensor, descales: tuple[torch.Tensor | None, ...]) -> None:
-    """For dense batches; plans know how many requests a ragged one has."""
+def check_descales(batch: int, heads: int, descales: tuple[torch.Tensor | None, ...]) -> None:
+    """Checks the shapes of factors, as a run would use those of one sequence for all."""
     for name, scale in zip("qkv", descales, strict=True):
-        if scale is None:
-            continue
-        heads = k.shape[-2]
-        if (
-            scale.dim() != 2
-            or scale.shape[1] != heads
-            or q.shape[-2] % heads
-            or (q.dim() == 4 and len(scale) != len(q))
-        ):
-            raise CapabilityError(f"{name}_descale has shape {tuple(scale.shape)}: pass [batch, {heads}], of KV heads.")
+        if scale is not None and scale.shape != (batch, heads):
+            raise CapabilityError(
+                f"{name}_descale has shape {tuple(scale.shape)}: pass [{batch}, {heads}], one factor for each sequence "
+                "and KV head."
+            )
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, out: torch.Tensor) -> torch.Tensor:

@@ -198,7 +198,7 @@ def _forward_to(
     """aten::_flash_attention_forward_no_dropout_inplace."""
     _refuse(return_debug_mask, alibi_slopes, *((query, key, value) if descales is None else ()))
     options = Options(scale, is_causal, window_size_left, window_size_right, num_splits, descales)
-    forward.check(query, key, value, options, dropout_p)
+    forward.check(query, key, value, options, dropout_p, cum_seq_q)
     if cum_seq_q is not None:
         lengths = Varlen(cum_seq_q, cum_seq_k, seqused_k, block_table)
         return forward.varlen(query, key, value, lengths, options, out)
