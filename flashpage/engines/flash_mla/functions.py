@@ -19,10 +19,8 @@ from .metadata import FlashMLASchedMeta, take
 
 NAMES = {"seq_lens": "cache_seqlens", "block_tables": "block_table", "head_dim_ckv": "head_dim_v"}
 NAMES |= {"num_heads": "heads of q", "head_dim_kpe": "head_dim of q less head_dim_v", "q_data_type": "dtype of q"}
-NAMES |= dict.fromkeys(("paged_kv_cache", "kv_cache", "k", "ckv_cache", "kpe_cache"), "k_cache") | {
-    "sm_scale": "softmax_scale"
-}
-NAMES |= {"kv_data_type": "dtype of k_cache", "k_scale": "descale_k", "v_scale": "descale_k"}
+NAMES |= sparse.names_of_cache("k_cache") | {"extra_kv_cache": "extra_k_cache"}
+NAMES |= {"sm_scale": "softmax_scale", "k_scale": "descale_k", "v_scale": "descale_k"}
 
 _NO_SPARSE = "it belongs to sparse attention: pass indices too, or leave it None"
 

@@ -15,8 +15,8 @@ from . import sparse
 from .functions import NAMES
 from .largest import MaxLogits, Scores
 
-_NAMES = {inner: "kv" if name == "k_cache" else name for inner, name in NAMES.items() if inner != "sm_scale"}
-_NAMES |= {"head_dim_ckv": "d_v", "head_dim_kpe": "head_dim of q less d_v", "kv_data_type": "dtype of kv"}
+_NAMES = {inner: name for inner, name in NAMES.items() if inner != "sm_scale"} | sparse.names_of_cache("kv")
+_NAMES |= {"head_dim_ckv": "d_v", "head_dim_kpe": "head_dim of q less d_v"}
 
 
 @named(_NAMES)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base import checks
-from ...base.errors import CapabilityError, RunError
+from ...base.errors import CapabilityError, RunError, named
 from ...base.memory import is_capturing
 from ...kernels.latent_formats import PACKED, has_two_caches
 from ...plan.lengths import Lengths
@@ -21,12 +21,21 @@ from ...wrappers.lse_mode import LN_2
 from ...wrappers.merge import merge_state_in_place
 from ...wrappers.operators import is_traced
 from ...wrappers.plan_arguments import LatentArguments
-from ...wrappers.two_lists import SecondLists
+from ...wrappers.two_lists import second_of
 
 _FORMATS = {found.row_bytes: name for name, found in PACKED.items()}
 _KV_FORMATS = {"V32": PACKED["deepseek_v32"].row_bytes, "V4": PACKED["deepseek_v4"].row_bytes}
 _OTHER_KV_FORMATS = ("V32_NO_ROPE", "V41", "V41_FP4")
 _V41 = {528: "V3.2's without rotated columns or V4.1's", 288: "V4.1's in fp4"}
+
+
+def names_of_cache(name: str) -> dict[str, str]:
+    """The caller's name of a cache, for each of the inner interface's names of it."""
+    inner = ("paged_kv_cache", "kv_cache", "k", "ckv_cache", "kpe_cache")
+    return dict.fromkeys(inner, name) | {"kv_data_type": f"dtype of {name}"}
+
+
+_SECOND_NAMES = names_of_cache("extra_k_cache") | {"indices": "extra_indices_in_kvcache"}
 
 
 class Lists(NamedTuple):
@@ -73,18 +82,14 @@ class SparseCall(NamedTuple):
 
     def joint_state(self, lists: Lists, others: Lists) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the LSE, base 2, over two caches in one launch."""
-        # Addresses alone reach the kernel. What is of the first cache is checked as that of one cache is.
-        checks.same_device(others.indices, self.query.device, "extra_indices_in_kvcache", RunError)
-        checks.same_device(others.cache, self.query.device, "extra_k_cache", RunError)
-        extra = _as_stored(others.cache)
-        if extra.dtype != torch.float8_e4m3fn:
-            raise RunError(f"extra_k_cache has dtype {extra.dtype}: pass rows of bytes (uint8).")
+        device = self.query.device
+        checks.same_device(others.indices, device, "extra_indices_in_kvcache", RunError)
         attention, _ = self._planned(lists, others)
+        second = second_of(attention.options, others.cache, others.indices, lists.lengths, device)
         for each, name in ((lists, "indices"), (others, "extra_indices_in_kvcache")):
             if each.cache.is_cpu:
                 check_slots(each.indices, each.lens(), each.cache.shape[0] * each.cache.shape[1], name)
         tensors = Tensors(self.query, _as_stored(lists.cache), None, None)
-        second = SecondLists(extra, others.indices, lists.lengths)
         out, lse = attention.run_indices(tensors, lists.indices, True, NO_SCALES, None, None, second)
         return out, lse
 
@@ -131,7 +136,9 @@ def attend(call: SparseCall, lists: list[Lists], attn_sink: torch.Tensor | None)
     else:
         out, lse = call.state(lists[0])
         for others in lists[1:]:
-            merge_state_in_place(out, lse, *call.state(others))
+            with named(_SECOND_NAMES):
+                state = call.state(others)
+            merge_state_in_place(out, lse, *state)
     lse = lse * LN_2
     return with_sink(call, out, lse, attn_sink), lse
 
