@@ -127,6 +127,12 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
         )
     for name, tensor in parts.items():
         if tensor.dtype != options.kv_dtype.torch:
+            packed = options.latent_row_format
+            if packed is not None:
+                raise RunError(
+                    f"{name} has dtype {tensor.dtype} but the plan is for rows of {packed.row_bytes} bytes: pass them "
+                    "as uint8."
+                )
             raise RunError(
                 f"{name} has dtype {tensor.dtype} but the plan is for {options.kv_dtype.torch}: "
                 f"{_fix('kv_data_type', tensor.dtype)}."

@@ -9,6 +9,7 @@ import torch
 
 import flashpage
 from flashpage import PlanError, RunError
+from flashpage.base.errors import FlashpageError
 from flashpage.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
@@ -115,5 +116,14 @@ def test_refused_caches(given: Any, lists: Any) -> None:
     call = {"q": given["query"].unsqueeze(1), "k_cache": given["kv_cache"].unsqueeze(2), "head_dim_v": 512}
     call |= {"block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": get_mla_metadata()[0]}
     call |= {"indices": lists[0].unsqueeze(1), "extra_indices_in_kvcache": lists[1].unsqueeze(1)}
-    with pytest.raises(RunError, match="^extra_k_cache has dtype torch.float8_e5m2"):
-        flash_mla_with_kvcache(**call, extra_k_cache=cache.view(torch.float8_e5m2).unsqueeze(2))
+    of_halves = torch.zeros(20, 4, 1, 512, dtype=torch.float16)
+    for wrong, says in (
+        (cache.view(torch.float8_e5m2).unsqueeze(2), "^extra_k_cache has dtype torch.float8_e5m2"),
+        (cache_of(30, 3).unsqueeze(2), "^extra_k_cache starts at .* on 16 bytes"),
+        (of_halves[:0].bfloat16(), "^extra_indices_in_kvcache has .* but the cache has 0 tokens"),
+        (of_halves, "dtype of extra_k_cache float16"),
+    ):
+        with pytest.raises(FlashpageError, match=says):
+            flash_mla_with_kvcache(**call, extra_k_cache=wrong)
+    with pytest.raises(RunError, match="^kv_cache has dtype torch.bfloat16 .* rows of 584 bytes: pass them as uint8"):
+        wrapper.run(**given | {"kv_cache": given["kv_cache"].view(torch.bfloat16)})
