@@ -74,6 +74,10 @@ _CHECKED_OF_HOPPER = (
     *(Ahead(BF16, BF16, (dim, dim), 128, ONE_TOKEN, has_mask=True, has_soft_cap=True) for dim in (96, 128)),
     Ahead(BF16, BF16, (256, 256), 128, has_soft_cap=True, user=plans.ALIBI),
     Ahead(BF16, BF16, (512, 512), 128, 64, kv_source="latent"),
+    *(
+        Ahead(FP16, E4M3, (576, 512), rows, 64, kv_source=source, latent_format="deepseek_v32")
+        for rows, source in ((64, "selected"), (128, "latent"))
+    ),
 )
 
 

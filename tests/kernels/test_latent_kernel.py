@@ -344,6 +344,8 @@ def test_contexts_do_not_change_the_tile_over_rows_in_fp8(kernel: AttentionKerne
         (IN_E4M3, 64, {"selected": "padded", "row_format": "deepseek_v32"}),
         (IN_E4M3, 16, {"selected": "padded", "row_format": "deepseek_v32"}),
         (IN_E4M3, 32, {"selected": "padded", "row_format": "deepseek_v32"}),
+        (BY_COLUMNS, 64, {"selected": "padded", "row_format": "deepseek_v32", "q_dtype": "float16"}),
+        (BY_COLUMNS, 128, {"row_format": "deepseek_v32", "q_dtype": "float16"}),
         (TRANSPOSED, 32, {"selected": "padded", "second_page": 64, "o_dtype": "float32", **_V4}),
         (WIDE, 64, {"selected": "padded", "second_page": 64, **_V4}),
         (WIDE, 128, {"selected": "padded", "second_page": 64, "o_dtype": "float32", **_V4}),
