@@ -1,5 +1,5 @@
-"""What single engines of engine_ranks.py do besides answering prompts: cascades that vLLM's heuristics would not take,
-counts of what ran, images, and a checkpoint in e4m3."""
+"""Features that single engines of engine_ranks.py use: cascades that vLLM's heuristics would not take, images, and a
+checkpoint in e4m3. Counts say that they ran."""
 
 from __future__ import annotations
 

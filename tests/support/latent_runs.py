@@ -17,7 +17,7 @@ FORMS = ("csr", "dense", "dual", "on_device")
 
 
 def plan_options(case: Case) -> dict[str, Any]:
-    """What the plans of both wrappers are told."""
+    """The options that the plans of both wrappers take."""
     return {
         "num_heads": case.num_q_heads,
         "head_dim_ckv": case.value_dim,

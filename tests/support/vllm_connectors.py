@@ -1,5 +1,5 @@
-"""vLLM's connectors without a card. Its OffloadingConnector sees a block of the cache as bytes that follow each other,
-which its own worker copies by the driver, and the one below by torch."""
+"""vLLM's connectors without a card. Its OffloadingConnector sees a block of the cache as bytes that follow each other.
+vLLM's own worker copies them by the driver, and the worker below by torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _tensors: list[int] = []  # of each cache that was registered: one holds all lay
 
 
 def loads_of(connector: str) -> Counter[str]:
-    """Counts from now on what is "loaded": blocks, or files, of which ExampleConnector has one a layer and request."""
+    """Starts to count what a connector loads: blocks, or for ExampleConnector files, one a layer and request."""
     if connector == "OffloadingConnector":
         _blocks.clear()
         _blocks["tensors"] = _tensors[-1]

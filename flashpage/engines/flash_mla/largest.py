@@ -16,12 +16,12 @@ from ...wrappers.lse_mode import LN_2
 from .sparse import Lists
 
 _MOST_ELEMENTS = 1 << 24  # of the tokens that are gathered at a time
-_NEAR, _RELATIVE = 2**-5, 2**-10  # LSEs of equal scores differ by less, on every kernel, apart from sums that cancel
-_ROUNDING = 2**-24  # of the largest sum that two rows of such lengths may have, for each of its products
+_NEAR, _RELATIVE = 2**-5, 2**-10  # LSEs of equal inputs differ by less on every kernel, without Maxima.rounding
+_ROUNDING = 2**-24  # of fp32, for each product of a score, relative to the product of the norms of q and K
 
 
 class Maxima(NamedTuple):
-    """What is known of the scores of each row of q and head, [rows, heads]."""
+    """The largest score of each row of q and head, and numbers that check the scores; all [rows, heads]."""
 
     largest: torch.Tensor  # -inf without tokens
     lse: torch.Tensor  # natural logarithms; -inf without tokens
@@ -29,7 +29,7 @@ class Maxima(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the scores of a call are computed from."""
+    """The inputs from which the scores of a call are computed."""
 
     query: torch.Tensor  # [rows, heads, columns]
     lists: Lists  # its cache is [tokens, 1, columns]

@@ -1,4 +1,4 @@
-// How units reach the warps of latent_wide_sm90 and latent_e4m3_sm90.
+// How units reach the warps of latent_wide_sm90, latent_e4m3_sm90 and latent_columns_sm90.
 #pragma once
 #include "flashpage/ptx/mbarrier.h"
 #include "flashpage/ptx/shared.h"

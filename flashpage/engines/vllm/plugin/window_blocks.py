@@ -1,7 +1,8 @@
-"""Blocks of models whose layers all have a window.
+"""The tokens of a cache block in models whose layers all have a window.
 
-vLLM 0.26 gives layers with a window the smallest blocks that their backend names, which would be of one token here. It
-scales them to the blocks of layers without a window, if there are any; a model that has none would keep them.
+vLLM 0.26 gives a layer with a window the smallest block that its backend supports, which is of one token here. If a
+model also has layers without a window, vLLM enlarges these blocks to those of the other layers. If it has none, the
+blocks would stay at one token, whatever --block-size says.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ _newest: list[weakref.ref[Any]] = []  # the configuration of the layers that wer
 
 
 def note(config: Any) -> None:
-    """vLLM asks for sizes later, without a current configuration."""
+    """Remembers the configuration, because vLLM has no current one when it calls `sizes`."""
     _newest[:] = [weakref.ref(config)]
 
 
 def sizes() -> list[int]:
-    """The size that the user chose, if all layers with a cache have a window. vLLM prefers it to any multiple of 1."""
+    """The block size that the user chose, if all layers with a cache have a window; else nothing. The backend lists it
+    before the multiples of 1, and vLLM prefers it."""
     config = _newest[0]() if _newest else None
     if config is None:
         return []

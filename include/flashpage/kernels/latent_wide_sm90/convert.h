@@ -103,10 +103,12 @@ struct WideConvert {
     const int rank = Shared::shares_blocks ? static_cast<int>(ptx::cluster_rank()) : 0;
     return rank * 32 + pass * 32 + warp() * of_warp;
   }
+  // The lane's token in a pass. `number` counts the passes of a unit, here and below.
   FP_DEVICE i32 token_of(int number) const {
     return place->first_token + number / passes * Shared::tokens + first_token(number % passes) +
            static_cast<int>(lane() / 4);
   }
+  // The token of a block that the other CTA converts, for each of eight lanes.
   FP_DEVICE i32 token_of_peer(int block) const {
     return place->first_token + block * Shared::tokens + (first_token(0) ^ 32) + static_cast<int>(lane() % of_warp);
   }

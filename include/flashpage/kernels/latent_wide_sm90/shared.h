@@ -62,8 +62,8 @@ struct WideShared {
   static constexpr int value_registers = 176;
   // A warpgroup that takes more registers than are left waits for ever.
   static_assert(loading_registers + scoring_registers + 2 * value_registers <= 4 * WideRoles::first_registers);
-  // What a warp passes on in one message.
   static constexpr int pieces_ahead = 9;  // of 16 bytes, of each lane of a converting warp: a pass
+  // What a warp passes on in one message.
   static constexpr int probability_bytes = 16 * tokens * 2, factor_bytes = 16 * 4;
 
   alignas(1024) u8 query[Tile::tile_bytes];

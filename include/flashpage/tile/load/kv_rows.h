@@ -43,7 +43,7 @@ struct PresentTokens<source> {
   FP_DEVICE bool has(int token) const { return (bits >> token & 1) != 0; }
 };
 
-// What KvRows takes of an item; two_lists: the row of q.
+// The place of an item's page numbers or entries, from which KvRows is made; two_lists: its row of q.
 template <KvSource source>
 FP_DEVICE i64 rows_offset(const WorkItem& item) {
   return source == KvSource::two_lists ? item.q_begin : item.kv_offset;
