@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-E4M3, LARGEST = torch.float8_e4m3fn, 448.0  # and its largest number
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
 ONE_SCALE = 2.0**-6  # of elements with a standard deviation of one
 SCALE_COLUMNS = 128
 ROW_BYTES = 656  # 512 e4m3, four fp32 scales, 64 bf16

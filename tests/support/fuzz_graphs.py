@@ -30,21 +30,56 @@ class GraphRow:
     name: str = "fuzz"
 
     def check(self, device: str) -> None:
-        run = _Runs(self, device)
-        for i, case in enumerate(self.batches):
+        _Runs(self, device).check(self.batches, device)
+
+
+class CapturedRuns:
+    """Runs of a wrapper into the same memory, by a graph once they are captured."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    graph: Any = None
+
+    def plan(self, inputs: Inputs) -> None:
+        """Plans a batch, and writes its rows and pages where captured runs read them."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def check(self, batches: tuple[Case, ...], device: str) -> None:
+        """Compares the batches in turn with the reference; on a card the first run is captured."""
+        for i, case in enumerate(batches):
             inputs = make_inputs(case)
-            run.plan(inputs)
+            self.plan(inputs)
             if device != "cpu" and i == 0:
-                run.capture()
-            compare(case, run.outputs(sum(case.q_lens)), reference_states(inputs))
+                self.capture()
+            compare(case, self.outputs(sum(case.q_lens)), reference_states(inputs))
+
+    def capture(self) -> None:
+        self._run()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._run()
+
+    def outputs(self, rows: int) -> Outputs:
+        """Runs, or replays; the outputs in the rows of the batch."""
+        poison(self.out)
+        poison(self.lse)
+        if self.graph is None:
+            self._run()
+        else:
+            self.graph.replay()
+        return Outputs(self.out[:rows], self.lse[:rows])
 
 
-class _Runs:
+class _Runs(CapturedRuns):
     """A wrapper, and the memory that its captured runs read and write."""
 
     def __init__(self, row: GraphRow, device: str) -> None:
         self.device, case, batches = device, row.batches[0], row.batches
-        self.is_decode, self.graph = case.entry == "decode", None
+        self.is_decode = case.entry == "decode"
         pages = max(self._pages(batch) for batch in batches)
         shape = Shape(pages + SPARE, case.page_size, case.num_kv_heads, case.head_dim, case.value_dim)
         self.cache = Cache.make(case.cache, shape, case.kv_layout, getattr(torch, case.kv_type))
@@ -101,23 +136,6 @@ class _Runs:
         else:
             lengths = (inputs.qo_indptr, indptr, indices, last)
             self.wrapper.plan(*lengths, *heads, head_dim_vo=case.value_dim, causal=case.causal, **values)
-
-    def capture(self) -> None:
-        self._run()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._run()
-
-    def outputs(self, rows: int) -> Outputs:
-        """Runs, or replays; the outputs in the rows of the batch."""
-        poison(self.out)
-        poison(self.lse)
-        if self.graph is None:
-            self._run()
-        else:
-            self.graph.replay()
-        return Outputs(self.out[:rows], self.lse[:rows])
 
     def _run(self) -> None:
         self.wrapper.run(self.q, self.there.argument(self.device), out=self.out, lse=self.lse, return_lse=True)

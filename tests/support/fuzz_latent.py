@@ -14,10 +14,11 @@ from caches import Cache, poison, write_pages
 from cases.case import Case
 from comparison import Outputs, compare
 from fuzz import Format, lengths
+from fuzz_graphs import CapturedRuns
 from fuzz_wrappers import small, workspace
 from harness import run_case
 from hypothesis import strategies as st
-from inputs import Inputs, make_inputs, reference_states
+from inputs import Inputs, make_inputs
 from latent_rows import arrange, halves, lists, shape_of
 from reference import State, attention
 
@@ -187,16 +188,10 @@ class LatentGraphs:
 
     def check(self, device: str) -> None:
         batches = tuple(on(case, device) for case in self.batches)
-        run = _Runs(batches, self.form, device)
-        for i, case in enumerate(batches):
-            inputs = make_inputs(case)
-            run.plan(inputs)
-            if device != "cpu" and i == 0:
-                run.capture()
-            compare(case, run.outputs(sum(case.q_lens)), reference_states(inputs))
+        _Runs(batches, self.form, device).check(batches, device)
 
 
-class _Runs:
+class _Runs(CapturedRuns):
     """A wrapper, and the memory that its captured runs read and write."""
 
     def __init__(self, batches: tuple[Case, ...], form: str, device: str) -> None:
@@ -215,10 +210,8 @@ class _Runs:
         self.q = poison(torch.empty(*shape, case.head_dim, dtype=getattr(torch, case.q_dtype), device=device))
         self.out = torch.empty(*shape, case.value_dim, dtype=getattr(torch, case.out_type), device=device)
         self.lse, self.given = torch.empty(*shape, dtype=torch.float32, device=device), {}
-        self.graph: Any = None
 
     def plan(self, inputs: Inputs) -> None:
-        """Plans a batch, and writes its rows and pages where captured runs read them."""
         case = inputs.case
         shape, dtype = shape_of(case, self.pages)
         cache = Cache.make(case.cache, shape, case.kv_layout, dtype)
@@ -246,23 +239,6 @@ class _Runs:
         if used is not None and self.form == "on_device":
             used = used.to(self.device)
         self.wrapper.plan(wide.to(self.device), used, **latent_runs.plan_options(case))
-
-    def capture(self) -> None:
-        self._run()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._run()
-
-    def outputs(self, rows: int) -> Outputs:
-        """Runs, or replays; the outputs in the rows of the batch."""
-        poison(self.out)
-        poison(self.lse)
-        if self.graph is None:
-            self._run()
-        else:
-            self.graph.replay()
-        return Outputs(self.out[:rows], self.lse[:rows])
 
     def _run(self) -> None:
         given = latent_runs.query_arguments(self.case, self.q) | self.given
