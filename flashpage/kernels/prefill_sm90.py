@@ -63,8 +63,8 @@ def _tile(work: Work) -> Tile:
     twice; one more stage of K than of V if they rotate."""
     options, loader = work.options, _loader(work.options)
     shape = shape_of(work, loader)
-    if loader == "transposed":
-        return _two_groups(tokens_of(TRANSPOSED, work, shape), 3)
+    if loader in ("transposed", "columns"):
+        return _two_groups(tokens_of(TRANSPOSED, work, shape), 3 if loader == "transposed" else 4)
     if loader == "converted":
         return _two_groups(tokens_of(CONVERTED, work, shape), 3)
     tokens = tokens_of(STORED, work, shape)
@@ -104,11 +104,11 @@ def _rotated_tokens(head_dim_qk: int, loader: str, most: int) -> int:
 
 
 # The fraction of the card's 16-bit throughput that products reach: 690 of 989 TFLOP/s on an H200.
-_REACHED = {"transposed": 0.9909}
+_REACHED = {"transposed": 0.9909, "columns": 1.03}
 _REACHED_16_BIT, _REACHED_ROTATING = 0.71752, 0.46127
 # Cost of a unit in addition to its tokens and to the hidden tokens of its last tile: ns a column, fitted to the times
 # at which CTAs end (docs/tried.md).
-_NS_OF_UNIT = {"rows": 17.0, "converted": 20.0, "transposed": 8.0}
+_NS_OF_UNIT = {"rows": 17.0, "converted": 20.0, "transposed": 8.0, "columns": 8.0}
 _CAP_COLUMNS = 100.0  # a soft cap takes as long as the products of so many columns
 
 
@@ -140,7 +140,9 @@ def _loader(options: Options) -> str:
     dims = (options.head_dim_qk, options.head_dim_vo)
     is_e4m3 = options.q_dtype is options.kv_dtype is DType.FLOAT8_E4M3
     is_whole = all(dim % 32 == 0 for dim in dims) and boxes_or_rows(options) == "boxes"
-    return "transposed" if is_e4m3 and is_whole and not options.has_mask else "converted"
+    if is_e4m3 and is_whole and not options.has_mask:
+        return "columns" if options.has_value_columns else "transposed"
+    return "converted"
 
 
 def visits_tiles(options: Options) -> bool:
@@ -289,7 +291,7 @@ def _may_pair(spec: KernelSpec, loop: InnerLoop, widest: int) -> bool:
     """Whether pairs of CTAs may share K and V. Tiles of masks are visited by single CTAs, and other effects of variants
     have not been tried with pairs. Wide heads, and narrow ones of 16 bits, gain nothing (docs/tried.md)."""
     is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
-    gains = spec.loader == "transposed" or (spec.loader == "boxes" and widest > 64)
+    gains = spec.loader in ("transposed", "columns") or (spec.loader == "boxes" and widest > 64)
     has_pairs = _has_pairs(spec.kv_source, spec.rows, spec.head_dim_vo)
     return is_light and gains and has_pairs and widest <= _WIDEST_OF_PAIRS
 
