@@ -101,7 +101,7 @@ ROTATE_PAGES = dataclasses.replace(
     _helper("rotate_pages", "RotatePages<Traits>", "RotatePagesParams"), traits=_rotate_pages_traits
 )
 VALUE_COLUMNS = dataclasses.replace(
-    _helper("value_columns", "ValueColumnsCopy<Traits>", "RotatePagesParams"), traits=_value_columns_traits
+    _helper("value_columns", "ValueColumnsCopy<Traits>", "ValueColumnsParams"), traits=_value_columns_traits
 )
 PLAN = _helper("plan", "PlanOnDevice", "plan::TablePlan")
 MASK_TILES = dataclasses.replace(
@@ -131,5 +131,6 @@ AHEAD_OF_HOPPER = (
         "widen_pages", kv_dtype=DType.BYTES, head_dim_qk=128, head_dim_vo=128, k_format="nvfp4", v_format="nvfp4"
     ),
     KernelSpec("rotate_pages", head_dim_qk=128, head_dim_vo=128),
+    KernelSpec("value_columns", kv_dtype=DType.FLOAT8_E4M3, head_dim_vo=128),
     KernelSpec("mask_tiles", mask_source="packed_bits"),
 )

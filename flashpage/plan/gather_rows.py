@@ -1,5 +1,6 @@
 """When K and V are copied before a Hopper prefill reads them, and pages of one token as contiguous rows; those of
-formats become wider pages (widened_pages.py), and under RoPE q and K are rotated (rotated_pages.py).
+formats become wider pages (widened_pages.py), under RoPE q and K are rotated (rotated_pages.py), and V of e4m3 is
+transposed (value_columns.py).
 
 Loading warps load single rows by cp.async, which costs a prefill an eighth of its time (docs/tried.md); contiguous rows
 come in boxes. If enough query rows see each token, a kernel that copies all rows costs less. The start of a request's
@@ -210,7 +211,7 @@ class Rows(NamedTuple):
 
 
 Copy = Rows | widened_pages.Pages | rotated_pages.RotatedPages | value_columns.Columns
-Params = native.GatherRowsParams | native.WidenPagesParams | native.RotatePagesParams
+Params = native.GatherRowsParams | native.WidenPagesParams | native.RotatePagesParams | native.ValueColumnsParams
 
 _GATHERED = _Kind(
     NOTE,
@@ -239,14 +240,13 @@ _ROTATED = _Kind(
     native.RotatePagesParams,
     rotated_pages.RotatedPages.below,
 )
-
 _COLUMNS = _Kind(
     value_columns.NOTE,
     lambda _: (value_columns.LEAST_ROWS, math.inf, value_columns.LEAST_VISIBLE),
     True,
     value_columns.as_columns,
     value_columns.spec_of,
-    native.RotatePagesParams,
+    native.ValueColumnsParams,
     value_columns.Columns.below,
 )
 

@@ -281,7 +281,7 @@ def columns_of(case: Case, inputs: Inputs, params: native.AttentionParams, v: to
     copy = value_columns.Columns(0, end, 0)
     view = copy.views(options)["V"]
     columns = torch.full((options.num_kv_heads, options.head_dim_vo, view.head_dim), math.nan).to(v.dtype)
-    given = native.RotatePagesParams()
+    given = native.ValueColumnsParams()
     views = {"V": View(v.shape[0], v.shape[1], v.shape[2], v.shape[3], *v.stride()[:3])}
     copy._replace(k=columns.data_ptr()).bind(given, views, options, params)
     given.v.data = v.data_ptr()

@@ -11,7 +11,7 @@ namespace flashpage {
 
 using namespace flashpage;
 
-extern "C" void value_columns(const RotatePagesParams* params) {
+extern "C" void value_columns(const ValueColumnsParams* params) {
   using Kernel = ValueColumnsCopy<Traits>;
   card::launch(3, Kernel::threads, [&] { Kernel::run(*params); });
 }

@@ -392,5 +392,7 @@ COLUMNS = [
 COLUMNS += [
     prefill("host-columns-ragged", "tiles begin earlier", (33, 70, 5, 40), (45, 700, 131, 40), **RAGGED),
     prefill("host-columns-window", "hidden", (60, 50), (850, 333), window_left=150, hidden_nan=True, **RAGGED),
+    prefill("host-columns-empty", "no rows, no tokens", (33, 0, 40, 0), (45, 9, 133, 0), **RAGGED),
+    prefill("host-columns-page-48", "pages of three boxes", (33, 40), (45, 400), page_size=48, **Q8),
 ]
 CASES += COLUMNS

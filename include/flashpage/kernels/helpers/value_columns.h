@@ -27,9 +27,7 @@ struct ValueColumnsCopy {
   static constexpr int row_vectors = columns / 16;  // of 16 bytes
   static constexpr int column_vectors = tokens / 16;
 
-  // `params`: v, v_pages (the copy), kv_indices, page, num_kv_heads, num_pages, first and count are used as by
-  // rotate_pages; q_row_stride is the bytes from column to column of the copy.
-  FP_DEVICE static void run(const RotatePagesParams& p) {
+  FP_DEVICE static void run(const ValueColumnsParams& p) {
     Shared& shared = ptx::cta_memory<Shared>();
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();
@@ -48,7 +46,7 @@ struct ValueColumnsCopy {
   }
 
  private:
-  FP_DEVICE static void load(const RotatePagesParams& p, Shared& shared, i32 position, i32 head, i32 begin, i32 end) {
+  FP_DEVICE static void load(const ValueColumnsParams& p, Shared& shared, i32 position, i32 head, i32 begin, i32 end) {
     u32 words[row_vectors][4];
 #pragma unroll
     for (int n = 0; n < row_vectors; ++n) {
@@ -73,13 +71,13 @@ struct ValueColumnsCopy {
           make_uint4(words[n][0], words[n][1], words[n][2], words[n][3]);
     }
   }
-  FP_DEVICE static void store(const RotatePagesParams& p, const Shared& shared, i32 position, i32 head, i32 end) {
-    u8* const to = static_cast<u8*>(p.v_pages) + i64{head} * columns * p.q_row_stride + position;
+  FP_DEVICE static void store(const ValueColumnsParams& p, const Shared& shared, i32 position, i32 head, i32 end) {
+    u8* const to = static_cast<u8*>(p.columns) + i64{head} * columns * p.column_stride + position;
 #pragma unroll
     for (int n = 0; n < columns * column_vectors / threads; ++n) {
       const int i = n * threads + static_cast<int>(threadIdx.x), row = i / column_vectors, vector = i % column_vectors;
       const uint4 bytes = *reinterpret_cast<const uint4*>(shared.columns + To::chunk_offset(row, vector));
-      ptx::store_global(to + row * p.q_row_stride + vector * 16, bytes, position + vector * 16 < end);
+      ptx::store_global(to + row * p.column_stride + vector * 16, bytes, position + vector * 16 < end);
     }
   }
 };
