@@ -20,10 +20,10 @@ from .copy_memory import align_down
 
 NOTE = "V in e4m3: a kernel before this one transposes V once, for all tiles"
 
-# Packed rows that see a token, and tokens that a row sees, on average (docs/tried.md). On an H200 the launch ahead moves
+# Packed rows that see a token, and tokens that a row sees, on average (docs/tried.md). On an H200 the launch moves
 # 256 bytes of a token and KV head at 4.5 TB/s, which takes 57 ps. In return a packed row's products with the token take
-# 0.035 ps less, which 1,630 rows make up for; from 4,096 rows on 2% or more of the attention is gained. The launch
-# itself takes some 2 us, which a single prompt gains whose rows see 1,536 tokens.
+# 0.035 ps less, which 1,630 rows make up for; from 4,096 rows on at least 2% of the attention is gained. The launch
+# itself takes some 2 us more, which a single prompt gains whose rows see 1,536 tokens.
 LEAST_ROWS, LEAST_VISIBLE = 4096, 1536
 _MOST_POSITIONS = 2**31 - 256  # the kernels count positions, and those of the tiles after them, in 32 bits
 _WIDEST, _COLUMNS = 128, 32  # wider heads have shorter tiles; columns that two boxes divide

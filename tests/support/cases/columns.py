@@ -16,8 +16,8 @@ THREE: tuple[tuple[int, ...], tuple[int, ...]] = (160, 215, 200), (1760, 2101, 1
 
 
 def rows() -> list[Case]:
-    some: tuple[tuple[int, ...], tuple[int, ...]] = (700, 0, 900, 0), (4500, 9, 5100, 0)
-    few: tuple[tuple[int, ...], tuple[int, ...]] = (900, 1, 3, 2), (2500, 1800, 1913, 2200)
+    some: tuple[tuple[int, ...], tuple[int, ...]] = (300, 0, 400, 0), (3500, 9, 4100, 0)
+    few: tuple[tuple[int, ...], tuple[int, ...]] = (600, 1, 3, 2), (2500, 1800, 1913, 2200)
     found = [
         prefill("columns-pages", "pages of 16, shared by two CTAs", *ONE, reduced=True, **HEADS),
         prefill("columns-full", "every row sees every token", (150, 140), (1633, 1700), **{**PLAIN, "causal": False}),
