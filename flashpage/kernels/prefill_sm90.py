@@ -16,7 +16,6 @@ from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .context_classes import ANY_ROWS, ContextClass, Padding, context_row
 from .devices import Device
 from .kernel import (
-    COLUMN_POSITIONS,
     COLUMNS,
     FP8,
     HALF,
@@ -32,7 +31,7 @@ from .kernel import (
     tanh_trait,
 )
 from .options import Options
-from .prefill_tokens import CONVERTED, STORED, TRANSPOSED, shape_of, tokens_of
+from .prefill_tokens import CONVERTED, STORED, TRANSPOSED, rotated_tokens, shape_of, tokens_of, whole_columns
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, Cost, Tile
@@ -71,7 +70,7 @@ def _tile(work: Work) -> Tile:
         return _two_groups(tokens_of(CONVERTED, work, shape), 3)
     tokens = tokens_of(STORED, work, shape)
     if work.rotates:
-        return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
+        return _two_groups(rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
     # Tall tiles: three warpgroups, 192 rows, keep the special-function unit busier.
     is_light = {"light", "whole"} <= shape.facts and "function" not in shape.facts
     is_capped = _only_caps(work.variant) and options.q_dtype is not DType.FLOAT16 and is_light
@@ -94,15 +93,6 @@ def _only_caps(variant: VariantSpec) -> bool:
 
 def _two_groups(tokens: int, stages: int) -> Tile:
     return Tile(128, tokens, 8, 1, stages)
-
-
-def _rotated_tokens(head_dim_qk: int, loader: str, most: int) -> int:
-    """A lane of the loading warps rotates eight rows at a time, or two or four. In shared memory K has a third stage,
-    and loaders of rows have tables."""
-    if head_dim_qk > 192:
-        most = min(most, 32 if loader == "rows" else 64)
-    wanted = (96, 64, 32) if head_dim_qk > 128 else (128, 64, 32)
-    return next(tokens for tokens in wanted if tokens <= most)
 
 
 _OF_FP8 = ("transposed", COLUMNS)  # loaders of kernels whose factors are e4m3
@@ -321,19 +311,6 @@ def _whole_chunks(work: Work) -> str | None:
     return f"head_dim_vo {options.head_dim_vo} is not a multiple of 16, which rows of {options.out_dtype.value} must be"
 
 
-def _whole_columns(work: Work) -> str | None:
-    """Refuses copies of V by columns that do not lie as the loader reads them."""
-    options = work.options
-    if not options.has_value_columns:
-        return None
-    if options.page_size % COLUMN_POSITIONS:
-        return f"page_size {options.page_size} is not a multiple of {COLUMN_POSITIONS}, as V by columns needs"
-    if work.widest > 128:
-        return f"it reads V by columns under head dims of at most 128, and not {work.widest}"
-    tokens = _tile(work).tile_kv
-    return None if tokens == 128 else f"its tile has {tokens} tokens, and boxes of V by columns have 128"
-
-
 def _unit_rows(spec: KernelSpec, group_size: int, contexts: ContextClass) -> int:
     """The packed rows of a unit: whole rows of the group, if Q and output can then be loaded and stored by boxes."""
     is_full = contexts is ContextClass.LONG and max(spec.head_dim_qk, spec.head_dim_vo) > _WIDEST_OF_PAIRS
@@ -399,7 +376,7 @@ KERNEL = AttentionKernel(
         *dtypes(q=HALF + FP8, out=NARROW),
         head_dims(16, 256, 8),
         _whole_chunks,
-        _whole_columns,
+        whole_columns,
     ),
     tile=_tile,
     cost=_cost,

@@ -25,7 +25,7 @@ def rows() -> list[Case]:
         prefill("columns-empty", "requests without rows or tokens", *some, **PLAIN),
         prefill("columns-few-units", "units cut into pieces", (140,), (3000,), outputs="returned", **PLAIN),
         prefill("columns-few-rows", "requests that decode kernels take alone", *few, **PLAIN),
-        prefill("columns-ragged", "requests inside of sixteen tokens", *THREE, entry="ragged", reduced=True, **HEADS),
+        prefill("columns-ragged", "requests inside of sixteen tokens", *THREE, entry="ragged", **HEADS),
         prefill("columns-ragged-hnd", "heads outside of tokens", *THREE, entry="ragged", kv_layout="HND", **HEADS),
         prefill("columns-page-48", "pages of three boxes", *THREE, page_size=48, **HEADS),
         prefill("columns-page-64", "HND", *THREE, page_size=64, kv_layout="HND", **HEADS),
