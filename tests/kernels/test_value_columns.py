@@ -225,6 +225,8 @@ def test_offsets_of_more_than_32_bits(is_paged: bool) -> None:
     far, tokens, heads = 1 << 26, 144, 2
     sizes = heads * 128 * far + 4096, (tokens * far + 4096)
     maps = [mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE) for size in sizes]
+    for memory in maps:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
     to, source = (np.frombuffer(memory, np.uint8) for memory in maps)
     rng = np.random.default_rng(3)
     numbers = rng.permutation(tokens // 16).astype(np.int32)

@@ -17,14 +17,14 @@ THREE: tuple[tuple[int, ...], tuple[int, ...]] = (160, 215, 200), (1760, 2101, 1
 
 def rows() -> list[Case]:
     some: tuple[tuple[int, ...], tuple[int, ...]] = (300, 0, 400, 0), (3500, 9, 4100, 0)
-    few: tuple[tuple[int, ...], tuple[int, ...]] = (600, 1, 3, 2), (2500, 1800, 1913, 2200)
+    few: tuple[tuple[int, ...], tuple[int, ...]] = (600, 3, 5, 4), (2500, 1800, 1913, 2200)
     found = [
         prefill("columns-pages", "pages of 16, shared by two CTAs", *ONE, reduced=True, **HEADS),
         prefill("columns-full", "every row sees every token", (150, 140), (1633, 1700), **{**PLAIN, "causal": False}),
         prefill("columns-three", "requests whose tokens end inside a page", *THREE, **PLAIN),
         prefill("columns-empty", "requests without rows or tokens", *some, **PLAIN),
         prefill("columns-few-units", "units cut into pieces", (140,), (3000,), outputs="returned", **PLAIN),
-        prefill("columns-few-rows", "requests that decode kernels take alone", *few, **PLAIN),
+        prefill("columns-few-rows", "requests of one tile next to a long one", *few, **PLAIN),
         prefill("columns-ragged", "requests inside of sixteen tokens", *THREE, entry="ragged", **HEADS),
         prefill("columns-ragged-hnd", "heads outside of tokens", *THREE, entry="ragged", kv_layout="HND", **HEADS),
         prefill("columns-page-48", "pages of three boxes", *THREE, page_size=48, **HEADS),
