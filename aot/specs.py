@@ -13,7 +13,7 @@ from flashpage.jit.targets import PTX
 from flashpage.kernels import ATTENTION, blocks, devices, helpers, latent_formats
 from flashpage.kernels.ahead import BF16, E4M3, FP16, ONE_TOKEN, RAGGED, Ahead, fp8_rows, latent_rows
 from flashpage.kernels.choose import choose_for_card
-from flashpage.kernels.context_classes import CLASSES
+from flashpage.kernels.context_classes import CLASSES, ContextClass
 from flashpage.kernels.devices import Device
 from flashpage.kernels.spec import KernelSpec
 
@@ -66,7 +66,10 @@ def cuda_specs(target: Target) -> list[KernelSpec]:
 # Kernels of prefill_sm90 that few models use and that have hardly a register to spare.
 _CHECKED_OF_HOPPER = (
     *(Ahead(E4M3, E4M3, (dim, dim), 128) for dim in (64, 256)),
+    *(Ahead(E4M3, E4M3, (dim, dim), 128, contexts=ContextClass.LONG, has_value_columns=True) for dim in (64, 96)),
     Ahead(E4M3, E4M3, (128, 128), 128, out_dtype=E4M3),
+    Ahead(E4M3, E4M3, (128, 128), 128, contexts=ContextClass.LONG, has_value_columns=True, out_dtype=E4M3),
+    Ahead(E4M3, E4M3, (128, 128), 128, RAGGED, has_soft_cap=True, has_value_columns=True),
     *(Ahead(BF16, BF16, (dim, dim), 128, rotates=True) for dim in (64, 256)),
     Ahead(BF16, BF16, (128, 128), 128, ONE_TOKEN, rotates=True),
     *(Ahead(BF16, E4M3, (512, 512), rows, 64, kv_source="latent", latent_format="deepseek_v4") for rows in (16, 32)),

@@ -38,6 +38,7 @@ class Ahead:
     user: VariantSpec = VariantSpec()  # a variant of the user's
     has_known_lengths: bool = True  # Problem.has_known_lengths
     out_dtype: DType | None = None  # None: as out_dtype_of says
+    has_value_columns: bool = False  # V is a copy by columns
     is_default: bool = True  # used by most models: `--default-only` builds these
 
     @property
@@ -60,6 +61,7 @@ class Ahead:
                 has_mask=self.has_mask,
                 has_soft_cap=self.has_soft_cap,
                 position_encoding="ROPE_LLAMA" if self.rotates else "NONE",
+                has_value_columns=self.has_value_columns,
             ),
             self.packed_rows,
             self.has_known_lengths,

@@ -58,6 +58,10 @@ def _rotate_pages_traits(spec: KernelSpec) -> tuple[str, ...]:
     )
 
 
+def _value_columns_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return (*types(StoredCache=spec.kv_dtype), f"static constexpr int head_dim_vo = {spec.head_dim_vo};")
+
+
 def _mask_tiles_traits(spec: KernelSpec) -> tuple[str, ...]:
     return (
         "using Variant = flashpage::Variant;",
@@ -96,6 +100,9 @@ WIDEN_PAGES = dataclasses.replace(
 ROTATE_PAGES = dataclasses.replace(
     _helper("rotate_pages", "RotatePages<Traits>", "RotatePagesParams"), traits=_rotate_pages_traits
 )
+VALUE_COLUMNS = dataclasses.replace(
+    _helper("value_columns", "ValueColumnsCopy<Traits>", "ValueColumnsParams"), traits=_value_columns_traits
+)
 PLAN = _helper("plan", "PlanOnDevice", "plan::TablePlan")
 MASK_TILES = dataclasses.replace(
     _helper("mask_tiles", "MaskTiles<Traits>", "MaskTilesParams"),
@@ -106,7 +113,7 @@ MASK_TILES = dataclasses.replace(
 
 KERNELS = (
     *(MERGE, MERGE_BY_COLUMNS, MERGE_STATES, APPEND, APPEND_LATENT, APPEND_QUANTISED, CPU_APPEND_QUANTISED),
-    *(GATHER_ROWS, GATHER_SLOTS, WIDEN_PAGES, ROTATE_PAGES, PLAN, MASK_TILES),
+    *(GATHER_ROWS, GATHER_SLOTS, WIDEN_PAGES, ROTATE_PAGES, VALUE_COLUMNS, PLAN, MASK_TILES),
 )
 
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
@@ -124,5 +131,6 @@ AHEAD_OF_HOPPER = (
         "widen_pages", kv_dtype=DType.BYTES, head_dim_qk=128, head_dim_vo=128, k_format="nvfp4", v_format="nvfp4"
     ),
     KernelSpec("rotate_pages", head_dim_qk=128, head_dim_vo=128),
+    KernelSpec("value_columns", kv_dtype=DType.FLOAT8_E4M3, head_dim_vo=128),
     KernelSpec("mask_tiles", mask_source="packed_bits"),
 )

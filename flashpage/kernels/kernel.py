@@ -22,6 +22,8 @@ from .tile import Cost, Tile
 from .work import InnerLoop, Work
 
 ANY_BYTES = 1 << 62
+COLUMNS = "columns"  # KernelSpec.loader of kernels that read a copy of V by columns; all others refuse it
+COLUMN_POSITIONS = 16  # tokens of such a copy that have an order of their own (tile/load/column_boxes.h)
 
 FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 HALF = (DType.FLOAT16, DType.BFLOAT16)
@@ -91,6 +93,8 @@ class AttentionKernel(Kernel):
                 f"a request and KV head have {work.packed_rows} packed rows (query rows x query heads), "
                 f"it takes {self.most_packed_rows}"
             )
+        if work.options.has_value_columns and self.loader(work.options) != COLUMNS:
+            found.append("it reads V by rows, and no copy of V by columns")
         found += [reason for rule in self.accepts if (reason := rule(work)) is not None]
         if not found and self.archs and work.card.sm not in self.archs:
             found.append(f"it is not built for compute capability {_sm_name(work.card.sm)}")

@@ -43,6 +43,7 @@ class Options:
     k_format: str = kv_formats.PLAIN  # how rows of K and V are stored: plain (kv_dtype), or both by kv_formats.py
     v_format: str = kv_formats.PLAIN
     uniform_q_len: int = 0  # rows of every request, if all have the same number (decode); 0: the lengths give them
+    has_value_columns: bool = False  # V is a copy that lies by columns (plan/value_columns.py)
 
     @functools.cached_property
     def group_size(self) -> int:

@@ -16,6 +16,7 @@ from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .context_classes import ANY_ROWS, ContextClass, Padding, context_row
 from .devices import Device
 from .kernel import (
+    COLUMNS,
     FP8,
     HALF,
     NARROW,
@@ -30,7 +31,7 @@ from .kernel import (
     tanh_trait,
 )
 from .options import Options
-from .prefill_tokens import CONVERTED, STORED, TRANSPOSED, shape_of, tokens_of
+from .prefill_tokens import CONVERTED, STORED, TRANSPOSED, rotated_tokens, shape_of, tokens_of, whole_columns
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, Cost, Tile
@@ -63,13 +64,13 @@ def _tile(work: Work) -> Tile:
     twice; one more stage of K than of V if they rotate."""
     options, loader = work.options, _loader(work.options)
     shape = shape_of(work, loader)
-    if loader == "transposed":
-        return _two_groups(tokens_of(TRANSPOSED, work, shape), 3)
+    if loader in _OF_FP8:
+        return _two_groups(tokens_of(TRANSPOSED, work, shape), 4 if loader == COLUMNS else 3)
     if loader == "converted":
         return _two_groups(tokens_of(CONVERTED, work, shape), 3)
     tokens = tokens_of(STORED, work, shape)
     if work.rotates:
-        return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
+        return _two_groups(rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
     # Tall tiles: three warpgroups, 192 rows, keep the special-function unit busier.
     is_light = {"light", "whole"} <= shape.facts and "function" not in shape.facts
     is_capped = _only_caps(work.variant) and options.q_dtype is not DType.FLOAT16 and is_light
@@ -94,21 +95,15 @@ def _two_groups(tokens: int, stages: int) -> Tile:
     return Tile(128, tokens, 8, 1, stages)
 
 
-def _rotated_tokens(head_dim_qk: int, loader: str, most: int) -> int:
-    """A lane of the loading warps rotates eight rows at a time, or two or four. In shared memory K has a third stage,
-    and loaders of rows have tables."""
-    if head_dim_qk > 192:
-        most = min(most, 32 if loader == "rows" else 64)
-    wanted = (96, 64, 32) if head_dim_qk > 128 else (128, 64, 32)
-    return next(tokens for tokens in wanted if tokens <= most)
+_OF_FP8 = ("transposed", COLUMNS)  # loaders of kernels whose factors are e4m3
 
-
-# The fraction of the card's 16-bit throughput that products reach: 690 of 989 TFLOP/s on an H200.
-_REACHED = {"transposed": 0.9909}
+# The fraction of the card's 16-bit throughput that products reach: 690 of 989 TFLOP/s on an H200. Of V by columns:
+# so that plans predict the times measured next to those of `transposed`, without the launch ahead (docs/tried.md).
+_REACHED = {"transposed": 0.9909, COLUMNS: 1.061}
 _REACHED_16_BIT, _REACHED_ROTATING = 0.71752, 0.46127
 # Cost of a unit in addition to its tokens and to the hidden tokens of its last tile: ns a column, fitted to the times
 # at which CTAs end (docs/tried.md).
-_NS_OF_UNIT = {"rows": 17.0, "converted": 20.0, "transposed": 8.0}
+_NS_OF_UNIT = {"rows": 17.0, "converted": 20.0, "transposed": 8.0, COLUMNS: 8.0}
 _CAP_COLUMNS = 100.0  # a soft cap takes as long as the products of so many columns
 
 
@@ -140,7 +135,9 @@ def _loader(options: Options) -> str:
     dims = (options.head_dim_qk, options.head_dim_vo)
     is_e4m3 = options.q_dtype is options.kv_dtype is DType.FLOAT8_E4M3
     is_whole = all(dim % 32 == 0 for dim in dims) and boxes_or_rows(options) == "boxes"
-    return "transposed" if is_e4m3 and is_whole and not options.has_mask else "converted"
+    if is_e4m3 and is_whole and not options.has_mask:
+        return COLUMNS if options.has_value_columns else "transposed"
+    return "converted"
 
 
 def visits_tiles(options: Options) -> bool:
@@ -289,7 +286,7 @@ def _may_pair(spec: KernelSpec, loop: InnerLoop, widest: int) -> bool:
     """Whether pairs of CTAs may share K and V. Tiles of masks are visited by single CTAs, and other effects of variants
     have not been tried with pairs. Wide heads, and narrow ones of 16 bits, gain nothing (docs/tried.md)."""
     is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
-    gains = spec.loader == "transposed" or (spec.loader == "boxes" and widest > 64)
+    gains = spec.loader in _OF_FP8 or (spec.loader == "boxes" and widest > 64)
     has_pairs = _has_pairs(spec.kv_source, spec.rows, spec.head_dim_vo)
     return is_light and gains and has_pairs and widest <= _WIDEST_OF_PAIRS
 
@@ -352,8 +349,10 @@ _AHEAD = (
         *(Ahead(BF16, BF16, (d, d), 128) for d in (80, 96)),
         Ahead(BF16, BF16, (128, 128), 128, contexts=ContextClass.OTHER_HEIGHT),
         *(
-            Ahead(E4M3, E4M3, (128, 128), 128, size, contexts=contexts)
-            for size, contexts in itertools.product(_BOTH, (ContextClass.USUAL, ContextClass.LONG))
+            Ahead(E4M3, E4M3, (128, 128), 128, size, contexts=contexts, has_value_columns=has_columns)
+            for size, contexts, has_columns in itertools.product(
+                _BOTH, (ContextClass.USUAL, ContextClass.LONG), (False, True)
+            )
         ),
     ),
 )
@@ -377,6 +376,7 @@ KERNEL = AttentionKernel(
         *dtypes(q=HALF + FP8, out=NARROW),
         head_dims(16, 256, 8),
         _whole_chunks,
+        whole_columns,
     ),
     tile=_tile,
     cost=_cost,

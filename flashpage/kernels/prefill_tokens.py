@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..variants.source import takes_many_registers
+from .kernel import COLUMN_POSITIONS, COLUMNS
 from .options import Options
 from .work import InnerLoop, Work, inner_loop
 
@@ -121,3 +122,25 @@ def tokens_of(rows: tuple[_Row, ...], work: Work, shape: Shape) -> int:
     return next(
         row.tokens for row in rows if work.widest <= row.widest and values <= row.values and row.needs <= shape.facts
     )
+
+
+def rotated_tokens(head_dim_qk: int, loader: str, most: int) -> int:
+    """A lane of the loading warps rotates eight rows at a time, or two or four. In shared memory K has a third stage,
+    and loaders of rows have tables."""
+    if head_dim_qk > 192:
+        most = min(most, 32 if loader == "rows" else 64)
+    wanted = (96, 64, 32) if head_dim_qk > 128 else (128, 64, 32)
+    return next(tokens for tokens in wanted if tokens <= most)
+
+
+def whole_columns(work: Work) -> str | None:
+    """Refuses copies of V by columns that do not lie as the loader reads them."""
+    options = work.options
+    if not options.has_value_columns:
+        return None
+    if options.page_size % COLUMN_POSITIONS:
+        return f"page_size {options.page_size} is not a multiple of {COLUMN_POSITIONS}, as V by columns needs"
+    if work.widest > 128:
+        return f"it reads V by columns under head dims of at most 128, and not {work.widest}"
+    tokens = tokens_of(TRANSPOSED, work, shape_of(work, COLUMNS))
+    return None if tokens == 128 else f"its tile has {tokens} tokens, and boxes of V by columns have 128"

@@ -35,7 +35,7 @@ class KernelSpec:
     position_encoding: str = "none"  # none | rope
     tile: Tile | None = None
     variant: VariantSpec = VariantSpec()
-    loader: str = ""  # boxes (K and V by tensor maps) | rows | converted, transposed (fp8); empty: the kernel has one
+    loader: str = ""  # boxes (K and V by tensor maps) | rows | converted, transposed, columns (fp8); empty: only one
     trace: bool = False  # clock stamps go to AttentionParams::trace
 
     @property
@@ -149,7 +149,7 @@ _FIELDS: dict[str, judged.Judge] = {
     "position_encoding": judged.choice("none", "rope"),
     "tile": _tile,
     "variant": _variant,
-    "loader": judged.choice("", "boxes", "rows", "converted", "transposed", "blocks"),
+    "loader": judged.choice("", "boxes", "rows", "converted", "transposed", "columns", "blocks"),
     "trace": judged.flag,
 }
 

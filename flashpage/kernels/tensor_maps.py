@@ -37,7 +37,7 @@ def boxes_or_rows(options: Options) -> str:
 
 def loader_tokens(loader: str, page_size: int, tile_kv: int, *row_bytes: int) -> int:
     """Tokens of a box if the kernel's loader uses boxes for such a cache, otherwise 0."""
-    if loader in ("boxes", "transposed"):
+    if loader in ("boxes", "transposed", "columns"):
         return min(box_tokens(page_size, tile_kv), LARGEST_BOX)
     if loader == "converted" and are_whole(page_size, *row_bytes):
         return box_tokens(page_size, -(-tile_kv // 32) * 8)  # rows of one warp: tile/load/converted_tiles.h

@@ -14,7 +14,7 @@ _TYPES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "f16", DType.FLOAT8_E4M3: "e4m3
 def product_dtype(spec: KernelSpec) -> DType:
     """The type of the factors; fp16 if the kernel converts fp8 K and V, because it holds every fp8 number. Latent rows
     are converted to the type of the queries, but for latent_e4m3_sm90, whose products have types of their own."""
-    if spec.loader == "transposed":
+    if spec.loader in ("transposed", "columns"):
         return spec.kv_dtype
     return spec.kv_dtype.widened if spec.kv_dtype.is_fp8 and not spec.is_latent else spec.q_dtype
 

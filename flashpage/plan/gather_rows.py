@@ -1,5 +1,6 @@
 """When K and V are copied before a Hopper prefill reads them, and pages of one token as contiguous rows; those of
-formats become wider pages (widened_pages.py), and under RoPE q and K are rotated (rotated_pages.py).
+formats become wider pages (widened_pages.py), under RoPE q and K are rotated (rotated_pages.py), and V of e4m3 is
+transposed (value_columns.py).
 
 Loading warps load single rows by cp.async, which costs a prefill an eighth of its time (docs/tried.md); contiguous rows
 come in boxes. If enough query rows see each token, a kernel that copies all rows costs less. The start of a request's
@@ -23,9 +24,10 @@ from ..kernels.devices import H200, Device
 from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
 from ..kernels.work import Problem, Work
-from . import rotated_pages, widened_pages
+from . import rotated_pages, value_columns, widened_pages
 from .copy_memory import align_down
 from .rotated_pages import rotates
+from .value_columns import transposes
 from .widened_pages import widens
 
 NOTE = "pages of one token: a kernel before this one gathers K and V into contiguous rows, which come in boxes"
@@ -62,6 +64,8 @@ class _Kind(NamedTuple):
 
 
 def _kind(options: Options) -> _Kind:
+    if transposes(options):
+        return _COLUMNS
     return _ROTATED if rotates(options) else _WIDENED if widens(options) else _GATHERED
 
 
@@ -146,7 +150,9 @@ def _may_be(options: Options) -> bool:
     is_plain = options.variant is None and not options.has_mask
     is_free = not (options.uniform_q_len or options.is_batch_invariant)
     of_tokens = options.kv_source == "paged" and options.page_size == 1 and options.kv_dtype.size == _ELEMENT_BYTES
-    has_copy = rotates(options) or (options.position_encoding != "ROPE_LLAMA" and (of_tokens or widens(options)))
+    has_copy = rotates(options) or (
+        options.position_encoding != "ROPE_LLAMA" and (of_tokens or widens(options) or transposes(options))
+    )
     if not (is_plain and is_free and has_copy):
         return False
     read = options if _kind(options) is _GATHERED else as_rows(options)
@@ -204,8 +210,8 @@ class Rows(NamedTuple):
         params.token_vectors = native.make_fast_div(max(k, v) * options.num_kv_heads)
 
 
-Copy = Rows | widened_pages.Pages | rotated_pages.RotatedPages
-Params = native.GatherRowsParams | native.WidenPagesParams | native.RotatePagesParams
+Copy = Rows | widened_pages.Pages | rotated_pages.RotatedPages | value_columns.Columns
+Params = native.GatherRowsParams | native.WidenPagesParams | native.RotatePagesParams | native.ValueColumnsParams
 
 _GATHERED = _Kind(
     NOTE,
@@ -233,6 +239,15 @@ _ROTATED = _Kind(
     rotated_pages.spec_of,
     native.RotatePagesParams,
     rotated_pages.RotatedPages.below,
+)
+_COLUMNS = _Kind(
+    value_columns.NOTE,
+    lambda _: (value_columns.LEAST_ROWS, math.inf, value_columns.LEAST_VISIBLE),
+    True,
+    value_columns.as_columns,
+    value_columns.spec_of,
+    native.ValueColumnsParams,
+    value_columns.Columns.below,
 )
 
 

@@ -132,7 +132,7 @@ class Binding:
             )
         ahead = params if copied is self.cache_views else self.gather
         pointers.q = _address_of_q(params if reads_q else self.gather)
-        pointers.k_view = ctypes.addressof(ahead.k)
+        pointers.k_view = ctypes.addressof(ahead.k if "K" in copied else params.k)
         pointers.v_view = ctypes.addressof(ahead.v if "V" in copied else params.v)
         self.scale_holder = ahead if isinstance(ahead, native.WidenPagesParams) else params
         pointers.key_scales = ctypes.addressof(self.scale_holder.key_scales)
@@ -310,7 +310,7 @@ class Binding:
         copy = self.gathered
         for form, name in ((found.k, "K"), (found.v, "V")):
             if copy is not None and self.views[name] is not self.cache_views[name]:
-                tensor_maps.resize_cache(form, copy.end, copy.is_paged, "NHD")
+                tensor_maps.resize_cache(form, self.views[name].num_pages, copy.is_paged, "NHD")
             else:
                 is_paged = self.option_plan.options.is_paged
                 tensor_maps.resize_cache(form, _leading(cache), is_paged, self.kv_layout)

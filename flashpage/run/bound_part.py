@@ -28,7 +28,7 @@ class BoundPart:
         self.params = native.AttentionParams()
         self.merge = native.MergeParams(is_batch_invariant=options.is_batch_invariant)
         self.boxes: native.KvBoxes | None = None
-        self._bound_to: tuple[PreparedKernels | None, bool] = (None, False)
+        self._bound_to: tuple[PreparedKernels | None, bool, int] = (None, False, 0)
 
     @property
     def addresses(self) -> Addresses:
@@ -52,7 +52,7 @@ class BoundPart:
 
     def use_boxes(self, prepared: PreparedKernels, views: dict[str, View], gathered: Copy | None) -> None:
         """Boxes for the kernel's loader. A dimension of one token has a separate stride (tensor_maps.box_form)."""
-        wanted = prepared, gathered is not None and gathered.end > 1
+        wanted = prepared, gathered is not None and gathered.end > 1, views["V"].head_dim
         if wanted != self._bound_to:
             self._bound_to = wanted
             self.bind_boxes(prepared, views)
@@ -73,10 +73,14 @@ class BoundPart:
                 tensor_maps.box_form, element_bytes=element_bytes, tokens=tokens, line=line, is_paged=is_paged
             )
             (k, k_view), (v, v_view) = views.items()
-            found.k, found.v = form_of(k_view, k), form_of(v_view, v)
+            found.k = form_of(k_view, k)
+            if spec.loader == "columns":  # boxes of half the columns and all tokens of a tile
+                found.v = form_of(v_view, v, tokens=options.head_dim_vo // 2, is_paged=False)
+            else:
+                found.v = form_of(v_view, v)
         kernel = prepared.choice.kernel
         if tile and kernel.row_boxes and spec.loader != "converted":
-            self._bind_row_boxes(found, has_out=spec.loader != "transposed")
+            self._bind_row_boxes(found, has_out=spec.loader not in ("transposed", "columns"))
         if tile and kernel.query_boxes and spec.loader == "boxes":
             self._bind_row_boxes(found, has_out=False, may_divide=True)
         has_boxes = tokens or params.query_box_rows or params.out_box_rows

@@ -165,7 +165,7 @@ def test_specs_of_accepted_fields_render_or_are_refused() -> None:
             "kernel": draw.choice([*kernels.ATTENTION, *kernels.OTHERS]).name,
             **{name: draw.choice(dtypes) for name in ("q_dtype", "kv_dtype", "out_dtype")},
             "tile": draw.choice([None, {name: draw.choice([1, 3, 64, 128, 4096]) for name in TILE}]),
-            "loader": draw.choice(["", "boxes", "rows", "converted", "transposed", "blocks"]),
+            "loader": draw.choice(["", "boxes", "rows", "converted", "transposed", "columns", "blocks"]),
             "head_dim_qk": draw.choice([0, 7, 128, 1024]),
         }
         try:

@@ -20,15 +20,16 @@ from cases.variants import VARIANTS
 from host_maps import Map, map_of
 from host_plans import attention_params
 from inputs import Inputs, make_inputs, pack_bits, reference_states
-from native_build import function_tiles, shared_library, variant_flags
+from native_build import function_tiles, shared_library, traits_flags, variant_flags
 from native_build import mask_tiles as mask_kernel
 from planner_batches import Cutting
-from prefill_cases import CASES, HALVES, RARE, SHORT
+from prefill_cases import CASES, COLUMNS, HALVES, RARE, SHORT
 from tolerance import limits
 from variant_build import variant_args
 
 from flashpage import native
 from flashpage.base.dtypes import DType
+from flashpage.base.kv_view import View
 from flashpage.kernels import devices
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.context_classes import ContextClass
@@ -40,8 +41,11 @@ from flashpage.kernels.tile import Tile
 from flashpage.kernels.wgmma_source import short_tokens
 from flashpage.kernels.work import Problem
 from flashpage.native import records
+from flashpage.plan import value_columns
 from flashpage.variants import TracedVariant, Variant, alibi_slopes, builtin, compose
 from flashpage.variants.source import mask_looks_at_head
+
+FP8_LOADERS = ("transposed", "columns")  # whose factors are fp8
 
 
 def loader_of(case: Case) -> str:
@@ -49,6 +53,8 @@ def loader_of(case: Case) -> str:
     is_whole = case.entry == "ragged" or case.page_size % 8 == 0
     if not case.kv_type.startswith("float8"):
         return "boxes" if is_whole else "rows"
+    if case in COLUMNS:
+        return "columns"
     return "transposed" if case.q_dtype == case.kv_type and is_whole else "converted"
 
 
@@ -66,9 +72,9 @@ def rotates(case: Case) -> bool:
     return case.position == "ROPE_LLAMA"
 
 
-def tile_of(case: Case) -> Tile:
+def options_of(case: Case) -> Options:
     query, stored, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type, case.out_type))
-    options = Options(
+    return Options(
         kv_source="ragged" if case.entry == "ragged" else "paged",
         num_q_heads=case.num_q_heads,
         num_kv_heads=case.num_kv_heads,
@@ -80,9 +86,13 @@ def tile_of(case: Case) -> Tile:
         out_dtype=out,
         position_encoding=case.position or "NONE",
         has_mask=bool(case.mask),
+        has_value_columns=case in COLUMNS,
     )
+
+
+def tile_of(case: Case) -> Tile:
     contexts = ContextClass.FEW if case in HALVES else ContextClass.SHORT if case in SHORT else ContextClass.USUAL
-    problem = Problem(options, 4096, contexts=contexts)
+    problem = Problem(options_of(case), 4096, contexts=contexts)
     spec = choose_for_card(problem, devices.H200, variant_of(case).spec).spec
     assert spec.tile is not None and (spec.kernel, spec.loader) == ("prefill_sm90", loader_of(case))
     assert case not in SHORT or spec.tile.tile_kv in (48, 96)
@@ -94,7 +104,7 @@ def flags_of(case: Case) -> tuple[str, ...]:
     loader, tile, variant = loader_of(case), tile_of(case), variant_of(case).spec
     query, stored = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type))
     out = DType.of(getattr(torch, case.out_type))
-    product = query if loader == "transposed" else stored.widened
+    product = query if loader in FP8_LOADERS else stored.widened
     values: dict[str, Any] = {
         name: dtype.cpp.split("::")[-1]
         for name, dtype in (("QUERY", query), ("CACHE", stored), ("PRODUCT", product), ("OUT", out))
@@ -239,7 +249,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
         page=native.make_fast_div(page_size or 1),
         box_tokens=box,
         query_box_rows=rows_of_box,
-        out_box_rows=0 if loader == "transposed" else rows_of_box,
+        out_box_rows=0 if loader in FP8_LOADERS else rows_of_box,
         cta_rows=cta_rows,
     )
     for view, cache in ((params.k, k), (params.v, v)):
@@ -250,6 +260,8 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
         *(map_of(cache, (128, box, 1, 1)) for cache in (k, v)),
         *(map_of(rows[None].transpose(1, 2), (128, group, cta_rows // group, 1)) for rows in (q, out)),
     )
+    if loader == "columns":
+        _columns, maps[1] = columns_of(case, inputs, params, v)
     mask_tiles, cells, variant, source = native.MaskTilesParams(), np.zeros(0), variant_of(case), mask_source_of(case)
     args = variant_args(variant)
     if source != "implicit" and loader != "converted" and not rotates(case):
@@ -260,6 +272,24 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
         num_units, claimed = (ctypes.c_uint32 * 2).from_address(mask_tiles.cells)
         assert num_units > 0 and claimed == 0, "the next launch finds all units unclaimed"
     return out, lse, left
+
+
+def columns_of(case: Case, inputs: Inputs, params: native.AttentionParams, v: torch.Tensor) -> tuple[torch.Tensor, Map]:
+    """V by columns, as the kernel before attention writes it, and its tensor map. Values before and after it are
+    NaN."""
+    options, end = options_of(case), v.shape[1] if case.entry == "ragged" else len(inputs.indices)
+    copy = value_columns.Columns(0, end, 0)
+    view = copy.views(options)["V"]
+    columns = torch.full((options.num_kv_heads, options.head_dim_vo, view.head_dim), math.nan).to(v.dtype)
+    given = native.ValueColumnsParams()
+    views = {"V": View(v.shape[0], v.shape[1], v.shape[2], v.shape[3], *v.stride()[:3])}
+    copy._replace(k=columns.data_ptr()).bind(given, views, options, params)
+    given.v.data = v.data_ptr()
+    library = shared_library(
+        "value_columns.cpp", first_include="hopper", flags=traits_flags(value_columns.spec_of(options))
+    )
+    ctypes.CDLL(str(library)).value_columns(ctypes.byref(given))
+    return columns, map_of(columns.transpose(0, 1)[None], (128, options.head_dim_vo // 2, 1, 1))
 
 
 def set_scales(params: native.AttentionParams, scales: dict[str, Any]) -> None:
@@ -282,7 +312,7 @@ def test_the_kernel_on_the_host(case: Case, kernels: None) -> None:
     for state in reference_states(inputs):
         rows = slice(begin, begin + len(state.out))
         begin = rows.stop
-        allowed = limits(case, state, fp8_products=loader_of(case) == "transposed")
+        allowed = limits(case, state, fp8_products=loader_of(case) in FP8_LOADERS)
         error = (out[rows].double() - state.out).abs()
         assert (error <= allowed.element).all()
         assert (error.norm(dim=-1) <= allowed.row).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from cases.case import prefill
@@ -378,3 +379,20 @@ RARE = {
     "host-short-192-128-ragged",
 }
 assert {case.name for case in CASES} >= RARE
+
+# V by columns (kernels/helpers/value_columns.h), also of requests that begin inside of sixteen positions.
+RAGGED: dict[str, Any] = {"entry": "ragged", **Q8}
+COLUMNS = [
+    dataclasses.replace(case, name=case.name.replace("host", "host-columns"))
+    for case in CASES
+    if case.q_dtype == case.kv_type == "float8_e4m3fn"
+    and max(case.head_dim, case.value_dim) <= 128
+    and (case.page_size % 16 == 0 or case.entry == "ragged")
+]
+COLUMNS += [
+    prefill("host-columns-ragged", "tiles begin earlier", (33, 70, 5, 40), (45, 700, 131, 40), **RAGGED),
+    prefill("host-columns-window", "hidden", (60, 50), (850, 333), window_left=150, hidden_nan=True, **RAGGED),
+    prefill("host-columns-empty", "no rows, no tokens", (33, 0, 40, 0), (45, 9, 133, 0), **RAGGED),
+    prefill("host-columns-page-48", "pages of three boxes", (33, 40), (45, 400), page_size=48, **Q8),
+]
+CASES += COLUMNS

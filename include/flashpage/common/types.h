@@ -71,9 +71,9 @@ enum class PositionEncoding { none, rope };
 // tile/layout/piece_rows.h.
 enum class RowsLayout { pitched, swizzled, pieces, narrow };
 // How K and V come to shared memory. boxes: the copy engine, box by box; rows: threads, row by row; converted: threads
-// that convert elements on the way; transposed: the copy engine, then threads that transpose V; none: the kernel has
-// only one way. For block_write it is the layout of the cache: blocks (K in pieces of 16 bytes, V by column) or rows
-// (both by row).
-enum class Loader { none, boxes, rows, converted, transposed, blocks };
+// that convert elements on the way; transposed: the copy engine, then threads that transpose V; columns: the copy
+// engine, from a copy of V that an earlier launch transposed; none: the kernel has only one way. For block_write it is
+// the layout of the cache: blocks (K in pieces of 16 bytes, V by column) or rows (both by row).
+enum class Loader { none, boxes, rows, converted, transposed, columns, blocks };
 
 }  // namespace flashpage

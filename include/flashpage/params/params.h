@@ -238,6 +238,19 @@ struct RotatePagesParams {
   float rope_theta;
 };
 
+// value_columns: V of e4m3 is copied so that the tokens of a column follow each other, in the order of the page
+// numbers, and those of ragged V in the order of its rows.
+struct ValueColumnsParams {
+  KvView v;               // the cache, whose rows start on 16 bytes
+  const i32* kv_indices;  // [first + count]; tokens of entries that are no page become zeros. Null: ragged
+  void* columns;          // [num_kv_heads, head_dim_vo, column_stride]; tokens of entries from `first` on are written
+  i64 column_stride;      // bytes from a column to the next one, a multiple of 16
+  FastDiv page;           // tokens of a page (ragged: 1)
+  i32 num_kv_heads;
+  i32 first, count;  // entries of kv_indices; ragged: rows
+  i32 num_pages;
+};
+
 // gather_slots: entry i of request r's range of `indices` becomes the page of its token starts[r] + i * page size.
 struct GatherSlotsParams {
   const i32* table;      // [requests of the pool, table_row_stride], a slot for each token

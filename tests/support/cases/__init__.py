@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from . import (
     chunks,
+    columns,
     few_rows,
     formats,
     fp8_outputs,
@@ -35,6 +36,7 @@ CASES: list[Case] = [
     *long.rows(),
     *gathered.rows(),
     *rotated.rows(),
+    *columns.rows(),
     *latent.rows(),
     *formats.rows(),
 ]

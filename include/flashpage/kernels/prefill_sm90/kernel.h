@@ -20,7 +20,7 @@ struct PrefillSm90 {
   using Traits = typename PrefillStages<Given>::Traits;
   using Shared = PrefillShared<Traits>;
   using Warps = PrefillWarps<Traits>;
-  using Compute = typename select_type<Warps::transposes, PrefillFp8Compute<Traits>, PrefillCompute<Traits>>::type;
+  using Compute = typename select_type<Warps::multiplies_fp8, PrefillFp8Compute<Traits>, PrefillCompute<Traits>>::type;
   static constexpr int threads = Warps::threads;
   static constexpr int ctas_per_sm = Traits::ctas_per_sm, cluster_rows = 0;
   static constexpr int shared_bytes = sizeof(Shared);

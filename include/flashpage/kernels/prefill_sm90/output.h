@@ -85,7 +85,7 @@ struct PrefillOutput {
     using Out = typename Traits::Out;
     if constexpr (is_fp8<Out>) {
       put_fp8_rows(values, first_row, tile);
-    } else if constexpr (Warps::transposes) {  // a lane's columns of two tiles are neighbours
+    } else if constexpr (Warps::multiplies_fp8) {  // a lane's columns of two tiles are neighbours
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
@@ -124,7 +124,7 @@ struct PrefillOutput {
         const float (&third)[4] = values[has_last ? n + 2 : n], (&fourth)[4] = values[has_last ? n + 3 : n + 1];
         u32 words[2];
         int byte = lane % 4 * 4;
-        if constexpr (Warps::transposes) {
+        if constexpr (Warps::multiplies_fp8) {
           words[0] = ptx::narrow4<Out>(first[e], second[e], first[e + 1], second[e + 1]);
           words[1] = ptx::narrow4<Out>(third[e], fourth[e], third[e + 1], fourth[e + 1]);
         } else {  // an even lane has columns of the even tiles, with those of the next lane, and an odd lane the others

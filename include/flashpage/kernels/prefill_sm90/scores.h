@@ -10,7 +10,7 @@ namespace flashpage {
 template <class Traits>
 struct UnitTiles {
   // The fp8 loop has no registers for them: it loads them with each tile.
-  using Tokens = typename select_type<PrefillWarps<Traits>::transposes, const UnitTokens&, const UnitTokens>::type;
+  using Tokens = typename select_type<PrefillWarps<Traits>::multiplies_fp8, const UnitTokens&, const UnitTokens>::type;
 
   const CurrentTile<Traits>& tile;  // written by loading warps, if the kernel has mask tiles
   Tokens tokens;
@@ -35,7 +35,7 @@ template <class Traits>
 struct ScoreRules {
   using Warps = PrefillWarps<Traits>;
   static constexpr int tokens = Traits::tile_kv;
-  static constexpr bool keeps_rows = flashpage::keeps_rows<Traits> && !Warps::transposes;
+  static constexpr bool keeps_rows = flashpage::keeps_rows<Traits> && !Warps::multiplies_fp8;
   using KeptRows = typename select_type<keeps_rows, TransformedRows<Traits>, NoRows>::type;
   // Whether every tile is masked: mask tiles of packed bits do not cover a mask function that is used in addition.
   static constexpr bool masks_all =

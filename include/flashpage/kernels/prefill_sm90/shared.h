@@ -28,7 +28,9 @@ struct PrefillWarps {
   static constexpr bool by_rows = Traits::loader == Loader::rows;
   static constexpr bool converts = Traits::loader == Loader::converted;
   static constexpr bool transposes = Traits::loader == Loader::transposed;
-  static constexpr bool by_boxes = Traits::loader == Loader::boxes || transposes;
+  static constexpr bool by_columns = Traits::loader == Loader::columns;  // V lies in rows of columns already
+  static constexpr bool multiplies_fp8 = transposes || by_columns;
+  static constexpr bool by_boxes = Traits::loader == Loader::boxes || multiplies_fp8;
   static constexpr bool rotates = Shape<Traits>::rotate;  // Q and K, in place
   static_assert(!rotates || Traits::loader == Loader::boxes || by_rows);
   static constexpr int loading = 4;  // a warpgroup, because setmaxnreg works on warpgroups
@@ -46,14 +48,14 @@ struct PrefillWarps {
   static constexpr int key_arrivals = rotates ? loading : tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
   static constexpr int query_arrivals = converts || rotates ? loading : 32;
   static constexpr int place_readers =  // the loading warps that read places are included
-      computing + (Traits::loader == Loader::boxes && !rotates ? 3 : 4);
+      computing + (by_columns || (Traits::loader == Loader::boxes && !rotates) ? 3 : 4);
   // Three warpgroups of wide heads, as soft caps have them, leave 32.
   static constexpr int loading_registers = rotates                                                           ? 88
                                            : groups == 3 && Traits::head_dim_vo > 96 && Traits::tile_kv > 64 ? 32
                                                                                                              : 56;
   // An SM has 512 registers for a thread of each warpgroup together; setmaxnreg takes multiples of eight.
   static constexpr int computing_registers = (512 / Traits::ctas_per_sm - loading_registers) / groups / 8 * 8;
-  static_assert(groups == 2 || (groups <= 3 && !converts && !transposes && !rotates));
+  static_assert(groups == 2 || (groups <= 3 && !converts && !multiplies_fp8 && !rotates));
 };
 
 // Token numbers that computing warps read with each tile.
@@ -110,6 +112,14 @@ struct PrefillStaged<Traits, Loader::transposed> {
   SlotRing<staged_stages> staged_ring;
 };
 
+template <class Traits>
+struct PrefillStaged<Traits, Loader::columns> {
+  using Values = SwizzledRows<typename Traits::Cache, Traits::tile_kv, Traits::head_dim_vo>;
+  using ValueBoxes = Values;
+  static constexpr int sum_bytes = PrefillStaged<Traits, Loader::transposed>::sum_bytes, staged_bytes = 0;
+  alignas(1024) u8 sums[max_of(sum_bytes, 1)];
+};
+
 // Addresses of rows that are copied one by one; empty for other loaders.
 template <class Traits, bool by_rows>
 struct PrefillRowTables {};
@@ -162,7 +172,7 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
       2 * query_bytes + ring_bytes + other_bytes <= most_bytes ? 2 : 1;  // Q tiles in shared memory
   // TMA stores of the output need a second Q buffer (with one, the next Q is loaded right away). fp8 keeps its output
   // in `sums`, and loaders that convert or rotate Q have no registers for it.
-  static constexpr bool leaves_by_boxes = queries > 1 && !Warps::converts && !Warps::transposes && !Warps::rotates;
+  static constexpr bool leaves_by_boxes = queries > 1 && !Warps::converts && !Warps::multiplies_fp8 && !Warps::rotates;
 
   alignas(1024) u8 query[queries][query_bytes];
   alignas(1024) u8 keys[key_stages][Keys::tile_bytes];
@@ -203,7 +213,7 @@ struct FitsNextToTwoQueries {
 // Other loaders have Given::stages.
 template <class Given>
 struct PrefillStages {
-  static constexpr bool may_take_fewer = Given::loader == Loader::converted || Given::loader == Loader::transposed;
+  static constexpr bool may_take_fewer = PrefillWarps<Given>::converts || PrefillWarps<Given>::multiplies_fp8;
   static constexpr int least = may_take_fewer ? min_of(Given::stages, 2) : Given::stages;
   using Traits = WithStages<Given, fitting_stages<FitsNextToTwoQueries, Given, Given::stages, 1, least>()>;
 };

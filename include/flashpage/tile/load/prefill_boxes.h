@@ -41,9 +41,12 @@ struct PrefillBoxes {
   FP_DEVICE PrefillBoxes(const AttentionParams& params, const TensorMap& map)
       : params(params), map(map), box_shift(31 - __clz(box_tokens(params))) {}
 
-  FP_DEVICE TileExtent extent(const Unit& unit) const {
+  FP_DEVICE TileExtent extent(const Place& place) const {
     if constexpr (has_mask_tiles<Traits>) return {};  // numbered in the request; the mask's tiles give them
-    const i32 first_token = paged ? unit.kv_begin >> box_shift << box_shift : unit.kv_begin;
+    const Unit& unit = place.unit;
+    i32 first_token = paged ? unit.kv_begin >> box_shift << box_shift : unit.kv_begin;
+    if constexpr (!paged && Traits::loader == Loader::columns)
+      first_token -= static_cast<i32>(place.item.kv_offset + first_token) & 15;  // tile/load/column_boxes.h
     return {first_token, max_of(1, ceil_div(unit.kv_end - first_token, tokens))};
   }
 
@@ -54,7 +57,7 @@ struct PrefillBoxes {
     source.kv_head = unit.kv_head;
     source.kv_begin = unit.kv_begin;
     source.kv_end = unit.kv_end;
-    const TileExtent covered = extent(unit);
+    const TileExtent covered = extent(place);
     source.first_token = covered.first_token;
     source.tiles = covered.tiles;
     return source;

@@ -3,6 +3,7 @@
 #pragma once
 #include "flashpage/kernels/prefill_sm90/shared.h"
 #include "flashpage/ptx/compiler.h"
+#include "flashpage/tile/load/column_boxes.h"
 #include "flashpage/tile/load/converted_tiles.h"
 #include "flashpage/tile/load/prefill_boxes.h"
 #include "flashpage/tile/load/prefill_rows.h"
@@ -18,7 +19,8 @@ struct LoadingWarp {
   using TilesOf = typename select_type<Warps::by_rows, PrefillRows<Traits, Rows, Traits::tile_kv, Warps::row_warps>,
                                        PrefillBoxes<Traits, Rows, Traits::tile_kv>>::type;
   using KeyTiles = TilesOf<typename Shared::Keys>;
-  using ValueTiles = TilesOf<typename Shared::ValueBoxes>;
+  using ValueTiles = typename select_type<Warps::by_columns, ColumnBoxes<Traits, typename Shared::ValueBoxes>,
+                                          TilesOf<typename Shared::ValueBoxes>>::type;
   using BothTiles = ConvertedTiles<Traits, Traits::tile_kv>;
   using Visits = TileVisits<Traits>;
   static constexpr int tokens = Shared::tokens;
@@ -60,7 +62,7 @@ struct LoadingWarp {
       to.tile_cell = shared.cursor.tile_cell;
       if constexpr (has_lane_bits<Traits>) to.lane_bits = LaneBits::begin_of(params.lane_bits, to.place.item, tokens);
     } else {
-      first_token = extent_of(unit).first_token;
+      first_token = extent_of(to.place).first_token;
     }
     to.tokens = {first_token, unit.kv_end, unit.all_begin, unit.all_end - tokens};
     ptx::mbarrier_arrive(shared.place_ring.full_barrier(use));
@@ -118,13 +120,13 @@ struct LoadingWarp {
   }
   FP_DEVICE i32 unit_rows() const { return params.cta_rows * Traits::ctas; }
 
-  FP_DEVICE TileExtent extent_of(const Unit& unit) const {
+  FP_DEVICE TileExtent extent_of(const Place& place) const {
     if constexpr (Warps::converts) {
-      return BothTiles::extent(params, unit);
+      return BothTiles::extent(params, place.unit);
     } else if constexpr (Warps::by_rows) {
-      return KeyTiles::extent(unit);
+      return KeyTiles::extent(place.unit);
     } else {
-      return KeyTiles(params, maps.k).extent(unit);
+      return KeyTiles(params, maps.k).extent(place);
     }
   }
 };

@@ -4,6 +4,7 @@
 //   boxes         keys          values                 query, output    plan
 //   rows          keys, even    keys, odd              values           values, query, output, plan
 //   transposed    keys          values, query, plan    transpose V      transpose V
+//   columns       keys          values                 query            plan
 //   converted     query, keys and values, a quarter each                and plan
 //   rotated       keys          values                 query            plan
 //   rotated rows  keys          keys                   values, query    values, plan
@@ -25,6 +26,10 @@ struct PrefillLoaderOf {
 };
 template <class Traits>
 struct PrefillLoaderOf<Traits, Loader::boxes, false> {
+  using type = BoxLoading<Traits>;
+};
+template <class Traits>
+struct PrefillLoaderOf<Traits, Loader::columns, false> {
   using type = BoxLoading<Traits>;
 };
 template <class Traits>

@@ -69,7 +69,7 @@ struct RotatedLoading : QueryLoader<Traits> {
   FP_DEVICE const Place& place_of(u32 unit_use) const {
     return shared.places[shared.place_ring.slot(ptx::opaque(unit_use))].place;
   }
-  FP_DEVICE TileExtent extent_of(u32 unit_use) const { return Base::extent_of(place_of(unit_use).unit); }
+  FP_DEVICE TileExtent extent_of(u32 unit_use) const { return Base::extent_of(place_of(unit_use)); }
   FP_DEVICE static bool loads_keys() { return warp() < key_warps; }
   FP_DEVICE static bool loads_values() { return warp() / key_warps == 1; }
 
