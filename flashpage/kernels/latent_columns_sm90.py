@@ -3,9 +3,10 @@ columns."""
 
 from __future__ import annotations
 
-from . import latent_formats, latent_wide_sm90, wgmma_source
+from . import latent_wide_sm90, wgmma_source
 from .kernel import AttentionKernel
 from .latent_decode_sm90 import loader, traits
+from .latent_e4m3_sm90 import has_fp32_scales
 from .latent_wide_sm90 import ROWS, many_rows, packed_rows
 from .spec import KernelSpec
 from .tile import Tile
@@ -22,11 +23,6 @@ def _tile(work: Work) -> Tile:
     return Tile(row_tiles * ROWS, _TOKENS, warps_q=4, warps_kv=2, stages=_MOST_STAGES, ctas=2)
 
 
-def _in_fp8(work: Work) -> str | None:
-    is_plain = work.options.latent_format == latent_formats.PLAIN
-    return "the rows need no conversion: latent_wide_sm90 takes them" if is_plain else None
-
-
 def _columns_of_product(spec: KernelSpec) -> int:
     """Half of the value columns of a CTA: a launch with converting warps has too few registers for all."""
     return spec.head_dim_vo // 4
@@ -38,7 +34,7 @@ KERNEL = AttentionKernel(
     cpp="LatentColumnsSm90<Traits>",
     parameters=latent_wide_sm90.KERNEL.parameters,
     archs=(90,),
-    accepts=(many_rows, _in_fp8, *latent_wide_sm90.SHARED_RULES),
+    accepts=(many_rows, has_fp32_scales, *latent_wide_sm90.SHARED_RULES),
     tile=_tile,
     cost=latent_wide_sm90.cost,
     loader=loader,

@@ -20,7 +20,8 @@ _TOKENS = 64  # of a block
 _MOST_STAGES = 6  # the header uses as many as fit
 _REACHED = 0.45  # the fraction of the card's 16-bit throughput that products reach: 64 heads 128 x 2,048 on an H200
 _READ = {16: 0.8, 32: 0.63}  # of packed rows: the fraction of the bandwidth, 128 x 8k and 128 x 4k in boxes on an H200
-FORMATS = (latent_formats.SCALED, "deepseek_v32")  # rows in e4m3, with an fp32 scale for 128 columns or one for all
+# Rows in e4m3, with an fp32 scale for 128 columns or one for all.
+FORMATS = (latent_formats.SCALED, latent_formats.DEEPSEEK_V32)
 _ROWS = (16, 32, ROWS)  # packed rows of a unit
 _PRODUCTS = ("KeyProduct", "TailProduct", "ValueProduct")
 
@@ -41,10 +42,8 @@ def _loader(options: Options) -> str:
     return boxes_or_rows(options) if options.latent_format == latent_formats.SCALED else "rows"
 
 
-def _formats(work: Work) -> str | None:
+def has_fp32_scales(work: Work) -> str | None:
     name = work.options.latent_format
-    if work.options.has_two_caches:
-        return "it reads lists of one cache"
     return None if name in FORMATS else f"its rows are of {' or '.join(FORMATS)}, not {name}"
 
 
@@ -60,7 +59,7 @@ KERNEL = AttentionKernel(
     cpp="LatentE4m3Sm90<Traits>",
     parameters=latent_wide_sm90.KERNEL.parameters,
     archs=(90,),
-    accepts=(_formats, _queries, *latent_wide_sm90.SHARED_RULES),
+    accepts=(has_fp32_scales, _queries, *latent_wide_sm90.SHARED_RULES),
     tile=_tile,
     cost=_cost,
     loader=_loader,

@@ -6,9 +6,10 @@ A new format is a struct and a `LatentFormatOf` in that header, a name in `Laten
 - `_write_packed` of flashpage/wrappers/latent_append.py, which appends on the CPU;
 - `_stored` of latent_decode_sm90.py and `_value_columns` of latent_wide_sm90.py, which say what converting warps take;
 - `FORMATS` and `ahead` of latent_e4m3_sm90.py, and `has_e4m3_scores` of tests/support/tolerance.py, if it has fp32
-  scales of 128 columns. Fewer columns also change `arrange` and `piece_bytes` of its load.h, `E4m3Tokens` of shared.h,
-  the steps that share a scale in `multiply_keys` (scores.h, token_scores.h), and `read_tile` of values.h, where two
-  tiles share quotients; another type of scales changes `arrange`;
+  scales of 128 columns; latent_columns_sm90 then takes it, too. Fewer columns also change `arrange` and `piece_bytes`
+  of latent_e4m3_sm90/load.h, `E4m3Tokens` of shared.h, the steps that share a scale in `multiply_keys` (scores.h,
+  token_scores.h), `read_tile` of values.h, where two tiles share quotients, and `Row` of latent_columns_sm90/convert.h;
+  another type of scales changes `arrange` and `Row`, or needs a converter as latent_wide_sm90/convert.h;
 - `_ROW_FORMATS` of flashpage/engines/vllm/plugin/sparse.py, if a cache type of vLLM has it;
 - `_packed` and `arrange` of tests/support/latent_rows.py, `row_format` of tests/support/cases/case.py, cases in
   tests/support/cases/latent.py and tests/kernels/test_latent_kernel.py, and `Kind` of tests/native/table_rows.h with
@@ -29,6 +30,10 @@ from ..base.errors import PlanError
 PLAIN = "plain"  # rows of q's type, in one tensor or two
 SCALED = "scaled"  # e4m3 in one tensor or two, with scales that are given at run
 DEEPSEEK_V32 = "deepseek_v32"
+
+# Values of Options.kv_source: rows of q that list their tokens, and all sources of latent rows.
+LISTED = ("selected", "two_lists")
+SOURCES = ("latent", *LISTED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,11 +56,7 @@ class Options:
 
     @property
     def is_selected(self) -> bool:
-        return self.kv_source in ("selected", "two_lists")
-
-    @property
-    def has_two_caches(self) -> bool:
-        return self.kv_source == "two_lists"
+        return self.kv_source in latent_formats.LISTED
 
     @property
     def page_span(self) -> int:
@@ -69,7 +65,7 @@ class Options:
 
     @property
     def is_latent(self) -> bool:
-        return self.kv_source in ("latent", "selected", "two_lists")
+        return self.kv_source in latent_formats.SOURCES
 
     @property
     def halves(self) -> tuple[str, str]:
@@ -260,7 +256,7 @@ def check_options(
         variant=check_variant(variant),
         latent_format=latent_format,
         fixed_piece_tokens=check_split(
-            fixed_split_size, disable_split_kv, 1 if kv_source in ("selected", "two_lists") else page_size or 1
+            fixed_split_size, disable_split_kv, 1 if kv_source in latent_formats.LISTED else page_size or 1
         ),
         uniform_q_len=checks.whole("q_len_per_req", uniform_q_len, 0),
     )

@@ -44,7 +44,7 @@ class KernelSpec:
 
     @property
     def is_latent(self) -> bool:
-        return self.kv_source in ("latent", "selected", "two_lists")
+        return self.kv_source in latent_formats.SOURCES
 
     @property
     def formats(self) -> tuple[kv_formats.KvFormat, kv_formats.KvFormat]:
@@ -141,7 +141,7 @@ _FIELDS: dict[str, judged.Judge] = {
     "out_dtype": _dtype,
     "head_dim_qk": _HEAD_DIM,
     "head_dim_vo": _HEAD_DIM,
-    "kv_source": judged.choice("paged", "ragged", "latent", "selected", "two_lists"),
+    "kv_source": judged.choice("paged", "ragged", *latent_formats.SOURCES),
     "latent_format": judged.choice(latent_formats.PLAIN, latent_formats.SCALED, *latent_formats.PACKED),
     "k_format": judged.choice(*kv_formats.NAMES),
     "v_format": judged.choice(*kv_formats.NAMES),

@@ -9,7 +9,6 @@ import torch
 
 from ..base import checks, tensor_memory
 from ..base.errors import FlashpageError, PlanError, RunError
-from ..kernels.kernel import ANY_BYTES
 from ..kernels.options import Options, RunOptions
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths, Names
@@ -22,7 +21,7 @@ from .lse_mode import BASE_2, in_base_e, is_natural
 from .operators import is_traced
 from .operators import run as run_as_operator
 from .plan_arguments import LatentArguments, differ
-from .two_lists import SecondLists, check_span, second_of
+from .two_lists import SecondLists, second_of
 
 # The rows of q are the requests of the planner.
 SELECTED = Names("rows", "indices", "topk_length", "topk_length")
@@ -64,16 +63,11 @@ class SelectedAttention(LatentAttention):
 
     def _bind(self, signature: Any, values: RunOptions, tensors: Tensors) -> Binding:
         bound = super()._bind(signature, values, tensors)
-        second = self._local.second
-        if second is not None and bound.most_cache_bytes < ANY_BYTES:
-            check_span(latent_cache_of(self.options, tensors.cache), "kv_cache", bound.most_cache_bytes)
         self._point(bound)
         return bound
 
     def _point(self, bound: Binding) -> None:
         second = self._local.second
-        if second is not None and bound.most_cache_bytes < ANY_BYTES:  # bindings are not bound to a second cache
-            check_span(second.cache, "extra_kv_cache", bound.most_cache_bytes)
         for part in bound.parts:
             part.params.kv_indices = tensor_memory.address(self._local.indices, "indices", RunError)
             if second is not None:
@@ -168,15 +162,18 @@ class BatchMLASparseAttentionWrapper:
             is_selected=True,
             has_two_caches=extra_indices is not None,
         )
-        lists = self._judged_lists(indices, "indices", topk_length, "topk_length")
+        lists = self._checked_lists(indices, "indices", topk_length, "topk_length")
         extra = first = None
         if extra_indices is not None:
-            extra = self._judged_lists(extra_indices, "extra_indices", extra_topk_length, "extra_topk_length")
+            extra = self._checked_lists(extra_indices, "extra_indices", extra_topk_length, "extra_topk_length")
             if len(extra) != len(lists):
                 raise PlanError(f"extra_indices has {len(extra)} rows but indices {len(lists)}: pass equally many.")
             first = self._first_lengths_of(lists, topk_length)
         elif extra_topk_length is not None:
-            raise PlanError("extra_topk_length without extra_indices: pass the lists of the second cache, or None.")
+            raise PlanError(
+                f"extra_topk_length={checks.shown(extra_topk_length)} without extra_indices: pass the lists of the "
+                "second cache as extra_indices, or leave it None."
+            )
         if differ(arguments, self._arguments):
             self._arguments = None
             self._attention.session.invalidate()
@@ -193,8 +190,8 @@ class BatchMLASparseAttentionWrapper:
         self._extra = None if extra is None else self._kept(extra, "extra_indices")
         self._first_lengths = None if first is None else self._kept(first, "topk_length")
 
-    def _judged_lists(self, indices: Any, name: str, lengths: Any, lengths_name: str) -> torch.Tensor:
-        """Lists that were checked, as [rows, topk]."""
+    def _checked_lists(self, indices: Any, name: str, lengths: Any, lengths_name: str) -> torch.Tensor:
+        """Checks lists and their lengths; returns the lists as [rows, topk]."""
         lists = _lists(indices, name, self.device, PlanError)
         held = self._held.get(name)
         if held is not None and lists.shape != held.shape:
@@ -231,8 +228,9 @@ class BatchMLASparseAttentionWrapper:
         return self._held[name].copy_(given)
 
     def _plan(self, lists: torch.Tensor, lengths: torch.Tensor | None, before: int, topk: int) -> torch.Tensor | None:
-        """Plans lists of at most `topk` entries, of which `lengths` are used, after as many of another list as are
-        `before`. Returns the lengths if the host has them."""
+        """Plans rows whose tokens are the first `lengths` of `topk` entries (None: all). With two lists these are
+        entries of the second one, and each row also has the `before` entries of the first one. Returns the lengths if
+        the host has them."""
         if lengths is not None and not lengths.is_cpu:
             self._plan_on_device(lists, lengths + before if before else lengths, before + topk)
             return None

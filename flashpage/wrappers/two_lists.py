@@ -19,7 +19,7 @@ _ALIGNMENT = 16  # bytes, of the parts of a row
 
 
 class SecondLists(NamedTuple):
-    """What a run over two caches has in addition to the first one and its lists."""
+    """The second cache of a run and its lists, and the lengths of the first lists, which such a run reads, too."""
 
     cache: torch.Tensor  # [pages, page_size, bytes], its pages of any size
     indices: torch.Tensor  # [rows, topk] int32, of the second cache
@@ -60,16 +60,6 @@ class SecondLists(NamedTuple):
         if view.num_pages == 0:
             raise RunError("extra_kv_cache has 0 pages: pass a cache of at least one.")
         return view
-
-
-def check_span(cache: Any, name: str, most_bytes: int) -> None:
-    """Refuses one of two caches of bytes if it spans more than a kernel, which reads `most_bytes`, can address."""
-    span = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True)) + 1
-    if span > most_bytes // 2:
-        raise RunError(
-            f"{name} spans {span} bytes, but the plan's kernel reads at most {most_bytes // 2} of each of two "
-            "caches: pass a cache of fewer pages, or one in which a layer's pages follow each other."
-        )
 
 
 def second_of(

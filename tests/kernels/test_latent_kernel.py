@@ -109,29 +109,16 @@ COLUMNS_CASES = [
         **_40_LISTED,
     ),
     latent_case(
-        "v4-edges", "lists of no token and of one, units that follow each other", _ONES, _EDGES, **_V4, **_96_LISTED
-    ),
-    latent_case("edges-turns", "the same in units of few rows", _ONES, _EDGES, **_V4, **_40_LISTED),
-    latent_case(
-        "v4",
-        "rows of 584 bytes, a list, two row tiles, fp32 outputs",
-        (1, 2),
-        (230, 70),
+        "edges",
+        "lists of no token and of one, units that follow each other, fp32 outputs",
+        _ONES,
+        _EDGES,
+        q_dtype="float16",
         o_dtype="float32",
-        **_V4,
+        **_V32,
         **_96_LISTED,
     ),
-    latent_case("v4-turns", "rows of 584 bytes, fp16", (1, 1), (230, 400), q_dtype="float16", **_V4, **_40_LISTED),
-    latent_case("two-edges", "lists of two caches", _ONES, _EDGES, second_page=2, **_V4, **_96_LISTED),
-    latent_case(
-        "two-turns",
-        "lists of two caches, of known lengths",
-        (1, 1),
-        (230, 400),
-        second_page=16,
-        **_V4,
-        **_40_LISTED | {"selected": "lengths"},
-    ),
+    latent_case("edges-turns", "the same in units of few rows", _ONES, _EDGES, q_dtype="float16", **_V32, **_40_LISTED),
     latent_case(
         "tokens-fp16", "scales of tokens, two row tiles", (2,), (170,), row_format="tokens", **_ROWS_64, **_MISTRAL
     ),

@@ -9,40 +9,9 @@
 
 namespace flashpage {
 
-// The scales of a part's columns of a row, in one register.
-template <class Scale>
-struct PartScales;
-template <>
-struct PartScales<float> {
-  static constexpr int count = 1;
-  float one = 0.f;  // of all columns
-
-  FP_DEVICE static PartScales load(const u8* from, int first) {
-    return {__ldg(reinterpret_cast<const float*>(from) + first)};
-  }
-  FP_DEVICE float of_panel(int) const { return one; }
-  FP_DEVICE PartScales of_lane(int lane) const { return {__shfl_sync(0xffffffff, one, lane)}; }
-};
-template <>
-struct PartScales<PowerOfTwo> {
-  static constexpr int count = 2;
-  u32 exponents = 0;  // of the first panel of 64 columns, and of the second one
-
-  FP_DEVICE static PartScales load(const u8* from, int first) {
-    return {__ldg(reinterpret_cast<const u16*>(from + first))};
-  }
-  FP_DEVICE float of_panel(int panel) const {
-    return latent_scale(PowerOfTwo{static_cast<u8>(exponents >> panel * 8 & 0xff)});
-  }
-  FP_DEVICE PartScales of_lane(int lane) const { return {__shfl_sync(0xffffffff, exponents, lane)}; }
-};
-
 // Two warps have a part, each the rows of half of a block's tokens; a lane has the same pieces of each block. It copies
 // them by cp.async and reads no others, so that it waits for the oldest copy alone: when a piece is converted, its
 // place receives that of the next block. Tokens are looked up a block before that.
-//
-// DeepSeek V4's last 64 value columns have 16 bits: lanes of the last panel of the second CTA's last part have
-// two pieces of them in place of one.
 template <class Traits, bool is_tail>
 struct ColumnsConvert {
   using Shared = ColumnsShared<Traits>;
@@ -60,28 +29,21 @@ struct ColumnsConvert {
   // Whether a step is read before the one before it is converted, because a read takes as long. It takes registers:
   // those of the tail's warps are few, and with 128 rows computing warps need them more.
   static constexpr bool reads_ahead = !is_tail && Shared::takes_turns;
-  static constexpr int rows_a_pass = 32 / row_pieces, panel_pieces = 64 * static_cast<int>(sizeof(Stored)) / 16;
+  static constexpr int rows_a_pass = 32 / row_pieces;
   static constexpr int stride = is_tail ? Tile::tail_stride : 128;  // bytes from row to row in shared memory
   static_assert(together * rows_a_pass % 8 == 0, "steps that keep the swizzle");
   static_assert(rows == 32, "each lane has the token of one row");
   static_assert(pieces <= Shared::pieces_ahead, "all pieces of a block may be in flight");
-  using Scales = PartScales<typename Format::Scale>;
-  // Whether the last panel of value columns has 16 bits, which have no scale.
-  static constexpr bool has_rest_panel = Shared::has_rest_panel;
-  static_assert(has_rest_panel ? Format::quantised + 64 == Traits::head_dim_vo && Format::rest == 64
-                               : Format::quantised == Traits::head_dim_vo);
-  static_assert(is_tail ? is_same<Scales, PartScales<float>> : columns <= Scales::count * Format::scale_columns,
-                "what PartScales holds");
+  static_assert(Format::quantised == Traits::head_dim_vo, "all value columns are e4m3");
+  static_assert(is_same<typename Format::Scale, float> && (is_tail || columns <= Format::scale_columns),
+                "a part's columns have one scale");
 
-  static constexpr bool has_two_caches = Traits::kv_source == KvSource::two_lists;
-  static constexpr u32 nowhere = 0xffffffff, in_second = 1u << 31;
+  static constexpr u32 nowhere = 0xffffffff;
 
   // A token's row, as a lane reads it.
   struct Row {
-    // 16 bytes from the part's first row in the cache, and `in_second` if that is the second one; nowhere: there is no
-    // token.
-    u32 at;
-    Scales scales;
+    u32 at;       // 16 bytes from the part's first row in the cache; nowhere: there is no token
+    float scale;  // of the part's columns
   };
 
   Shared& shared;
@@ -129,13 +91,7 @@ struct ColumnsConvert {
       }
 #pragma unroll
       for (int k = 0; k < together; ++k) {
-        if constexpr (has_rest_panel) {
-          if (in_rest_panel(in_row)) {
-            write_rest_pieces(step.words[k], i + k, to, k);
-            continue;
-          }
-        }
-        write_piece(step.words[k], to, k, scale_of(step.scales[k], in_row), is_turned(in_row));
+        write_piece(step.words[k], to, k, step.scales[k], is_turned(in_row));
       }
       to += together * rows_a_pass * stride;
       if (has_next) {
@@ -160,38 +116,20 @@ struct ColumnsConvert {
   FP_DEVICE void look_up(int block) {
     // Without a branch, after which the compiler would wait for the number.
     const i32 token = min_of(token_of(block), place->place.unit.kv_end - 1);
-    found = Rows(params, place->place.item).look_up(token);
+    found = Rows(params, place->place.item.kv_offset).look_up(token);
   }
   FP_DEVICE Row row_of(i32 number, int block) const {
-    const i32 token = token_of(block);
-    if (number < 0 || token >= place->place.unit.kv_end) return {nowhere, {}};
-    if (!is_used<Traits::kv_source>(params, token, place->first_length)) return {nowhere, {}};
+    if (number < 0 || token_of(block) >= place->place.unit.kv_end) return {nowhere, 0.f};
     const LatentParts parts = parts_of(number, block);
-    Scales scales{};
-    if constexpr (is_same<Scales, PartScales<float>>)
-      scales.one = is_tail ? Format::rest_scale(params) : Format::common_scale(params);
+    float scale = is_tail ? Format::rest_scale(params) : Format::common_scale(params);
     if (!is_tail && Format::has_scales(params))
-      scales = Scales::load(parts.scales, first_column() / Format::scale_columns);
-    return {place_of(begin_of(parts), token), scales};
+      scale = __ldg(reinterpret_cast<const float*>(parts.scales) + first_column() / Format::scale_columns);
+    return {static_cast<u32>((begin_of(parts) - first_begin()) / 16), scale};
   }
   FP_DEVICE LatentParts parts_of(i32 number, int block) const {
-    return Rows(params, place->place.item).template parts<Format>(params, number, token_of(block));
-  }
-  // Row::at of a token whose part is there.
-  FP_DEVICE u32 place_of(const u8* there, i32 token) const {
-    if constexpr (has_two_caches) {
-      const u8* const first = begin_of(Format::find(params.second, CacheSlot{0, 0}));
-      if (is_in_second(params, token)) return static_cast<u32>((there - first) / 16) | in_second;
-    }
-    return static_cast<u32>((there - first_begin()) / 16);
+    return Rows(params, place->place.item.kv_offset).template parts<Format>(params, number, token_of(block));
   }
   FP_DEVICE const u8* first_begin() const { return begin_of(Format::find(params, CacheSlot{0, 0})); }
-  // A piece of the row at this place. `from`: of the first row of the first cache.
-  FP_DEVICE const u8* piece_at(const u8* from, u32 at) const {
-    if constexpr (!has_two_caches) return from + static_cast<u64>(at) * 16;
-    const i64 between = static_cast<const u8*>(params.second.k.data) - static_cast<const u8*>(params.k.data);
-    return from + (at & in_second ? between : 0) + static_cast<u64>(at & ~in_second) * 16;
-  }
   FP_DEVICE static const u8* begin_of(const LatentParts& parts) { return is_tail ? parts.rest : parts.quantised; }
   FP_DEVICE int first_column() const { return Tile::template first_column<is_tail>(part); }
 
@@ -200,23 +138,14 @@ struct ColumnsConvert {
   FP_DEVICE u8* own_place(int i) const {
     return shared.arriving[static_cast<int>(part)][sharer()][i][threadIdx.x % 32];
   }
-  // The place of the second piece, for lanes whose columns have 16 bits.
-  FP_DEVICE u8* second_place(int i) const { return shared.arriving_rest[sharer()][i][threadIdx.x % 32]; }
-  // Whether the lane's columns are those of the last panel, if this one has 16 bits.
-  FP_DEVICE bool in_rest_panel(int in_row) const {
-    return has_rest_panel && part == ColumnsPart::second && ptx::cluster_rank() == 1 && in_row >= panel_pieces;
-  }
   // The lane's first piece of the part's columns in the cache's first row.
   FP_DEVICE const u8* first_piece() const {
-    const int in_row = lane() % row_pieces;
-    const int offset = in_row * 16 + (in_rest_panel(in_row) ? (in_row - panel_pieces) * 16 : 0);
-    return first_begin() + first_column() * sizeof(Stored) + offset;
+    return first_begin() + first_column() * sizeof(Stored) + lane() % row_pieces * 16;
   }
-  FP_DEVICE static float scale_of(const Scales& scales, int in_row) { return scales.of_panel(in_row / panel_pieces); }
   // Pieces that are converted together, and their rows' scales.
   struct Step {
     u32 words[together][4];
-    Scales scales[together];
+    float scales[together];
   };
   // Waits for the pieces from `i` on, and reads them.
   FP_DEVICE Step arrived(int i, int lane_row) const {
@@ -227,7 +156,7 @@ struct ColumnsConvert {
     for (int k = 0; k < together; ++k) {
       const uint4 words = *reinterpret_cast<const uint4*>(own_place(i + k));
       step.words[k][0] = words.x, step.words[k][1] = words.y, step.words[k][2] = words.z, step.words[k][3] = words.w;
-      step.scales[k] = arriving.scales.of_lane((i + k) * rows_a_pass + lane_row);
+      step.scales[k] = __shfl_sync(0xffffffff, arriving.scale, (i + k) * rows_a_pass + lane_row);
     }
     return step;
   }
@@ -237,10 +166,7 @@ struct ColumnsConvert {
     for (int k = i; k < i + together; ++k) {
       const u32 at = __shfl_sync(0xffffffff, row.at, k * rows_a_pass + lane_row);
       const bool exists = at != nowhere;
-      const u8* const piece = piece_at(from, exists ? at : 0);
-      ptx::cp_async<16>(ptx::shared_address(own_place(k)), piece, exists);
-      if (in_rest_panel(lane() % row_pieces))
-        ptx::cp_async<16>(ptx::shared_address(second_place(k)), piece + 16, exists);
+      ptx::cp_async<16>(ptx::shared_address(own_place(k)), from + static_cast<u64>(exists ? at : 0) * 16, exists);
     }
     ptx::cp_async_commit();
   }
@@ -263,23 +189,10 @@ struct ColumnsConvert {
       store_widened<Cache>(words, turned, scale,
                            [=](u32 second, const u32(&pairs)[4]) { store_chunk(to, i, second, pairs); });
     } else {
-      write_as<Stored>(words, to, i, 0);
+      u32 pairs[4] = {words[0], words[1], words[2], words[3]};
+      if constexpr (!is_same<Stored, Cache>) scale_pairs<Cache, Stored>(pairs, 1.f);
+      store_chunk(to, i, 0, pairs);
     }
-  }
-  // Both pieces of a lane whose columns have 16 bits. The lane's panel is an odd one (is_turned), so its second eight
-  // columns come first.
-  FP_DEVICE void write_rest_pieces(const u32 (&words)[4], int piece, u32 to, int i) const {
-    const uint4 next = *reinterpret_cast<const uint4*>(second_place(piece));
-    const u32 second[4] = {next.x, next.y, next.z, next.w};
-    write_as<typename Format::Rest>(second, to, i, 0);
-    write_as<typename Format::Rest>(words, to, i, 1);
-  }
-  // Eight elements of 16 bits.
-  template <class From>
-  FP_DEVICE static void write_as(const u32 (&words)[4], u32 to, int i, u32 second) {
-    u32 pairs[4] = {words[0], words[1], words[2], words[3]};
-    if constexpr (!is_same<From, Cache>) scale_pairs<Cache, From>(pairs, 1.f);
-    store_chunk(to, i, second, pairs);
   }
 };
 

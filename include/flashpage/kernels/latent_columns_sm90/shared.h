@@ -38,7 +38,7 @@ struct ColumnsShared {
   static constexpr int row_tiles = unit_rows / group_rows;
   static constexpr int readers = takes_turns ? Warps::group : Warps::computing;  // warps, of a slot
   static constexpr int slots_ahead = Traits::stages, places_ahead = 2;
-  static constexpr bool is_selected = reads_lists<Traits::kv_source>;
+  static constexpr bool is_selected = Traits::kv_source == KvSource::selected;
   static_assert(converts_latents<Traits>, "latent_wide_sm90 takes rows that need no conversion");
   using Present = PresentTokens<Traits::kv_source>;
   // Two warps convert a part, each the rows of half of the tokens.
@@ -47,12 +47,9 @@ struct ColumnsShared {
   // Registers of a thread. Where warpgroups take turns, converting warps read ahead (ColumnsConvert::reads_ahead). The
   // registers for that come from the computing warps or, without a tail to convert, from the loading ones.
   static constexpr bool has_tail = Tile::tail_columns > 0;
-  static constexpr bool has_two_caches = Traits::kv_source == KvSource::two_lists;  // their lists take registers, too
   static constexpr int loading_registers = has_tail ? 48 : 40;
-  static constexpr int converting_registers = !takes_turns ? 48 : has_two_caches ? 72 : has_tail ? 64 : 56;
-  static constexpr int computing_registers = takes_turns && (has_tail || has_two_caches) ? 200 : 208;
-  // Whether the last panel of value columns has 16 bits (DeepSeek V4).
-  static constexpr bool has_rest_panel = Format::quantised < Traits::head_dim_vo;
+  static constexpr int converting_registers = !takes_turns ? 48 : has_tail ? 64 : 56;
+  static constexpr int computing_registers = takes_turns && has_tail ? 200 : 208;
   static constexpr int pieces_ahead = 8;  // of 16 bytes, of each lane of a converting warp: a block
   static_assert(Warps::fit(loading_registers, computing_registers, converting_registers));
   static_assert(!takes_turns || slots_ahead % 2 == 0);
@@ -65,8 +62,6 @@ struct ColumnsShared {
   float2 states[Warps::groups][group_rows];                     // maxima and sums, where warpgroups take turns
   Present present[is_selected ? slots_ahead : 1][tokens / 32];  // of a slot
   alignas(16) u8 arriving[Tile::loaded_parts][sharers][pieces_ahead][32][16];
-  alignas(16) u8
-      arriving_rest[has_rest_panel ? sharers : 1][has_rest_panel ? pieces_ahead : 1][has_rest_panel ? 32 : 1][16];
   WidePlace places[places_ahead];
   PlaceCursor cursor;
   u64 full[slots_ahead][columns_parts];
