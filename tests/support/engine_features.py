@@ -35,7 +35,7 @@ def _force_cascades(found: Counter[str]) -> None:
     from flashpage.engines.vllm.plugin import cascade
 
     def is_worth(prefix_len: int, *given: Any, **named: Any) -> bool:
-        found["cascades"] += prefix_len >= LEAST_PREFIX
+        found["cascades"] += int(prefix_len >= LEAST_PREFIX)
         return prefix_len >= LEAST_PREFIX
 
     flash_attn.use_cascade_attention = lambda common_prefix_len, *given, **named: is_worth(common_prefix_len)
