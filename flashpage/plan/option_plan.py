@@ -13,7 +13,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import native
-from ..base.errors import DeviceError, PlanError
+from ..base.errors import PlanError
 from ..base.memory import is_capturing
 from ..kernels import choose
 from ..kernels.context_classes import CLASSES, ContextClass
@@ -22,15 +22,15 @@ from ..kernels.options import Options
 from ..native import fastcall
 from ..variants.places import CALL, CHANGED, Places
 from ..variants.spec import VariantSpec
-from . import gather_rows, lengths
-from .batch import BOUND_NAMES, Batch
+from . import gather_rows, plan_errors
+from .batch import Batch
 from .bounds import bounds_of
 from .buffers import PlanBuffer
 from .lengths import Given
 from .mask_tiles import MaskTiles
 from .mixed_batch import MixedBatchPlan, Part, may_have_parts, most_few_rows
 from .prepared_kernels import PreparedKernels, prepare, trace
-from .workspaces import Workspaces, partial_bytes
+from .workspaces import partial_bytes
 
 if TYPE_CHECKING:
     from .capacity import Capacity
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 _ALL_MERGES = 2**31 - 1  # PreparedKernels.most_merge_ctas bounds the merge's grid
 _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
 _NO_CLASS, _ANY_ROWS = native.RowClass(0, -1), native.RowClass(0, 2**62)
-_ROWS, _ENTRIES, _PARTIAL_ROWS, _Q_LEN, _KV_LEN, _REQUESTS = range(1, 7)  # csrc/plan_call.h, fp_limit
 _HOW_TO_PASS = {"float": "to the constructor", "int": "with reset_workspace_buffer(float_workspace, int_workspace)"}
 # Rows, variant, whether lengths are known, contexts, what its launches are fixed to, whether rows are gathered.
 _Key: TypeAlias = tuple[int, VariantSpec | None, bool, ContextClass, tuple[int, int] | None, bool]
@@ -251,22 +250,8 @@ class OptionPlan:
 
     def check(self, status: int, batch: Batch) -> None:
         """Raises the error of a plan's status."""
-        if status == native.OK:
-            return
-        result, call = self.call.result, self.call
-        if status == native.BAD_LENGTHS:
-            raise lengths.complaint(result, batch.names, self.options.page_span)
-        if status == native.WORKSPACE_TOO_SMALL:
-            raise PlanError(
-                f"int_workspace_buffer has {call.capacity} bytes but this plan needs {result.used_bytes}. "
-                "As a graph may read it, it does not grow. "
-                "Call reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer) before the first plan."
-            )
-        if status != native.OVER_LIMIT:
-            raise DeviceError(native.last_error())
-        if call.exceeded == _PARTIAL_ROWS:
-            raise self._too_many_partials(batch.workspaces, result.num_partial_rows)
-        raise over_limit(call, batch, self.options)
+        if status != native.OK:
+            raise plan_errors.error_of(status, self.call, batch, self.options)
 
     def publish(self, batch: Batch) -> None:
         """Copies the plan that was staged to where launches read it."""
@@ -354,14 +339,6 @@ class OptionPlan:
                     f"Pass a larger one {_HOW_TO_PASS[name]}."
                 )
 
-    def _too_many_partials(self, workspaces: Workspaces, rows: int) -> PlanError:
-        needed = partial_bytes(rows, self.options.head_dim_vo)
-        return PlanError(
-            f"float_workspace_buffer has {workspaces.float_bytes} bytes but this plan needs {needed}. "
-            f"It has {rows} partial rows. "
-            "Pass a larger one (workspace_size gives a bound), or disable_split_kv=True."
-        )
-
     def make_plan(self) -> Plan:
         """The public Plan, from the bytes of the newest plan."""
         from .report.plan import Plan
@@ -380,21 +357,3 @@ class OptionPlan:
 def _class_of(options: Options, frozen_rows: int, prepared: PreparedKernels) -> native.RowClass:
     """Sets the limits within which these kernels fit a batch."""
     return _ANY_ROWS if frozen_rows else native.RowClass(*choose.requests_of(options, prepared.problem.packed_rows))
-
-
-def over_limit(call: native.PlanCall, batch: Batch, options: Options) -> PlanError:
-    """The error for a batch that is larger than the wrapper's limits."""
-    struct, result = batch.struct, call.result
-    if call.exceeded == _REQUESTS:
-        batch.check_requests(struct.requests)
-    if call.exceeded in (_Q_LEN, _KV_LEN):
-        is_q = call.exceeded == _Q_LEN
-        bound, longest = batch.longest[0 if is_q else 1], result.max_q_len if is_q else result.max_kv_len
-        name = BOUND_NAMES[0 if is_q else 1]
-        return PlanError(f"{name}={bound} but a request of the batch has {longest}: pass at least that, or None.")
-    if batch.capacity is not None:
-        return batch.capacity.complaint(call.exceeded == _ROWS, struct.rows_end, struct.kv_end, options)
-    return PlanError(
-        f"{batch.names[0]} ends at {struct.rows_end} but the first plan of this wrapper (use_cuda_graph=True) had "
-        f"{struct.most_total_rows} rows: plan the largest batch first."
-    )
