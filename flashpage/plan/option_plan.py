@@ -182,6 +182,7 @@ class OptionPlan:
         call, struct, options = self.call, batch.struct, self.options
         requests, rows = struct.requests, struct.rows
         batch.check_rows(options.group_size)
+        call.row_class = _NO_CLASS  # if a compile fails or is interrupted, the next plan chooses again
         contexts, call.contexts = ContextClass.USUAL, -1
         if self._contexts.may_differ and not batch.is_graph:
             contexts = self._contexts.of_batch(self._address)

@@ -24,12 +24,14 @@ from native_build import shared_library, traits_flags
 import flashpage
 from flashpage import native
 from flashpage.base.dtypes import DType
+from flashpage.base.errors import CompileError
 from flashpage.kernels import devices
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.kv_formats import FORMATS
 from flashpage.kernels.options import Options
 from flashpage.kernels.work import Problem
-from flashpage.plan import gather_rows, widened_pages
+from flashpage.plan import gather_rows, option_plan, widened_pages
+from flashpage.plan.prepared_kernels import PreparedKernels
 from flashpage.run.binding import Binding
 from flashpage.run.bound_part import BoundPart
 
@@ -72,15 +74,28 @@ def widen(wrapper: Any) -> None:
 
 
 def planned(case: Case, workspace_bytes: int = 16 << 20) -> tuple[Any, Runner]:
-    inputs = make_inputs(case)
     workspace = poison(torch.empty(workspace_bytes, dtype=torch.uint8))
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace, case.kv_layout)
+    runner = Runner(make_inputs(case), "cpu", flashpage)
+    plan(wrapper, runner)
+    return wrapper, runner
+
+
+def plan(wrapper: Any, runner: Runner) -> None:
+    inputs, case = runner.inputs, runner.inputs.case
     lists = (inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
     values = {"head_dim_vo": case.value_dim, "causal": True, "q_data_type": getattr(torch, case.q_dtype)}
     stored = format_rows.plan_arguments(case) if case.kv_format else {"kv_data_type": getattr(torch, case.kv_type)}
     wrapper.plan(*lists, *heads, **values | stored)
-    return wrapper, Runner(inputs, "cpu", flashpage)
+
+
+def check_in_place(wrapper: Any, runner: Runner) -> None:
+    """That a run without wider pages is right."""
+    assert wrapper._planner.active[0].gathered is None and widened_pages.NOTE not in wrapper.last_plan.notes
+    scales = runner.kv_cache_sf() | runner.inputs.scales
+    out = wrapper.run(runner.q(), *runner.kv(), **scales, return_lse=True)
+    compare(dataclasses.replace(runner.inputs.case, outputs="returned"), Outputs(*out), reference_states(runner.inputs))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -103,11 +118,40 @@ def test_other_batches_are_read_in_place(as_on_hopper: None) -> None:
     few = dataclasses.replace(CASES[0], q_lens=(5, 9))
     wide = dataclasses.replace(CASES[0], q_dtype="float32")
     for case, workspace_bytes in ((few, 16 << 20), (wide, 16 << 20), (CASES[0], 200_000)):
-        wrapper, runner = planned(case, workspace_bytes)
-        assert wrapper._planner.active[0].gathered is None
-        scales = runner.kv_cache_sf() | runner.inputs.scales
-        out = wrapper.run(runner.q(), *runner.kv(), **scales, return_lse=True)
-        compare(dataclasses.replace(case, outputs="returned"), Outputs(*out), reference_states(runner.inputs))
+        check_in_place(*planned(case, workspace_bytes))
+
+
+def fail_with(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """Makes the kernels of wider pages fail. Returns the options for which they were requested."""
+    make, requested = option_plan.prepare, []
+
+    def prepare(options: Options, *arguments: Any) -> PreparedKernels:
+        *_, gathers = arguments
+        if not gathers:
+            return make(options, *arguments)
+        requested.append(options)
+        raise error
+
+    monkeypatch.setattr(option_plan, "prepare", prepare)
+    return requested
+
+
+FP8 = next(case for case in CASES if case.name == "widen-fp8")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CompileError])
+def test_a_plan_that_fails_leaves_no_pages(
+    as_on_hopper: None, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the kernels of wider pages are compiled. The plan before had none, and its kernels fit the one after."""
+    wrapper, few = planned(dataclasses.replace(FP8, q_lens=(5, 9)))
+    _, many = planned(FP8)
+    fail_with(error, monkeypatch)
+    with pytest.raises(error):
+        plan(wrapper, many)
+    plan(wrapper, few)
+    check_in_place(wrapper, few)
+
 
 
 def test_layers_whose_scales_lie_elsewhere(as_on_hopper: None) -> None:
