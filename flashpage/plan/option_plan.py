@@ -13,7 +13,8 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import native
-from ..base.errors import PlanError
+from ..base.errors import KernelMissingError, PlanError
+from ..base.log import LOGGER
 from ..base.memory import is_capturing
 from ..kernels import choose
 from ..kernels.context_classes import CLASSES, ContextClass
@@ -153,7 +154,7 @@ class OptionPlan:
             self._follow_variant(batch)
         status = self.slot.plan(self._address, batch.stream, False)
         if status == native.OTHER_BATCH:
-            self._choose(batch, self._rows_to_gather(batch))
+            self._choose_for(batch)
             status = self.slot.plan(self._address, batch.stream, True)
             if self.gathered is not None and status == native.OVER_LIMIT:  # no room in addition to the partial results
                 self._choose(batch, None)
@@ -176,6 +177,20 @@ class OptionPlan:
     def choose_again(self) -> None:
         """Makes the next plan choose its kernels and check the workspaces again."""
         self.call.row_class = _NO_CLASS
+
+    def _choose_for(self, batch: Batch) -> None:
+        """Plans the call with the kernels that fit the batch. K and V are copied if the batch is worth it, unless the
+        kernels for that are not built and cannot be compiled here."""
+        gathered = self._rows_to_gather(batch)
+        if gathered is not None:
+            try:
+                self._choose(batch, gathered)
+                return
+            except KernelMissingError as error:
+                LOGGER.info("reads K and V in place: %s", error)
+                self._gather_policy.may_be = False  # a search for the kernels at every plan would take milliseconds
+                self.call.gathered_rows_of_request, self.call.gathered_rows = self._gather_policy.least()
+        self._choose(batch, None)
 
     def _choose(self, batch: Batch, gathered: gather_rows.Copy | None) -> None:
         """Plans the call with the kernels that fit the batch."""

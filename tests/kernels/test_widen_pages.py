@@ -24,7 +24,7 @@ from native_build import shared_library, traits_flags
 import flashpage
 from flashpage import native
 from flashpage.base.dtypes import DType
-from flashpage.base.errors import CompileError
+from flashpage.base.errors import CompileError, KernelMissingError
 from flashpage.kernels import devices
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.kv_formats import FORMATS
@@ -152,6 +152,22 @@ def test_a_plan_that_fails_leaves_no_pages(
     plan(wrapper, few)
     check_in_place(wrapper, few)
 
+
+def test_without_their_kernels_pages_are_read_in_place(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler may have kernels for that alone. The others are requested once for each set of
+    options."""
+    requested = fail_with(KernelMissingError, monkeypatch)
+    wrapper, runner = planned(FP8)
+    other = planned(dataclasses.replace(FP8, q_lens=(100, 40), kv_lens=(110, 90)))[1]
+    assert len(requested) == 2
+    for one in (other, runner, other):
+        plan(wrapper, one)
+        check_in_place(wrapper, one)
+    assert len(requested) == 2
+    for _ in range(2):
+        plan(wrapper, runner)
+        wrapper.run(runner.q(), *runner.kv(), window_left=60)
+    assert len(requested) == 3
 
 
 def test_layers_whose_scales_lie_elsewhere(as_on_hopper: None) -> None:
