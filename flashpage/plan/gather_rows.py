@@ -88,6 +88,11 @@ def params_of(options: Options) -> Params:
     return _kind(options).params()
 
 
+def skips_unused(options: Options) -> bool:
+    """Whether the kernel skips page numbers of no page, as given lengths may leave some unused."""
+    return _kind(options).skips_unused
+
+
 class GatherPolicy:
     """Whether a batch is worth the copy. Made once for options, evaluated at every plan."""
 
@@ -131,7 +136,7 @@ class GatherPolicy:
         page."""
         options = self._options
         tokens = entries * max(1, options.page_size)
-        are_used = batch.kv_lens.data is None or _kind(options).skips_unused
+        are_used = batch.kv_lens.data is None or skips_unused(options)
         if not (are_used and self.is_for(batch.requests, batch.rows, tokens)):
             return None
         copy = _kind(options).below(partials[1], batch, options)

@@ -6,18 +6,24 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from vllm_step import Form, Scene, close, run
 
+from flashpage import jit
+from flashpage.base.dtypes import DType
+from flashpage.base.errors import KernelMissingError
 from flashpage.engines.plugin.group_plans import Use
 from flashpage.engines.plugin.parts import PagedRows, RaggedRows
 from flashpage.engines.plugin.versions import TESTED, warn_if_untested
 from flashpage.engines.vllm.plugin import cascade
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
 from flashpage.jit import loader
+from flashpage.kernels import devices
+from flashpage.kernels.spec import KernelSpec
 from flashpage.plan.option_plan import OptionPlan
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
@@ -361,3 +367,26 @@ def test_no_request_waits_for_a_compiler(forms: tuple[Form, ...], device: str, m
             step = GroupPlanner(plans).plan(scene.common(causal=not forms[0].is_encoder))
             for layer in layers:
                 run(step, layer, scene.tensors())
+
+
+@pytest.mark.parametrize("kv_type", ["fp8", "auto"])
+@pytest.mark.parametrize("page", [1, 16])
+def test_kernels_of_copies_are_built_too(kv_type: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper prompts of many rows widen pages of fp8 first. Without a compiler plans do without these kernels."""
+    plans = Scene(Form(kv_type=kv_type, page=page), *MIXED, "cpu").plans()
+    plans.device = torch.device("cuda:0")
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
+    requested: list[set[KernelSpec]] = []
+
+    def prebuild(specs: Iterable[KernelSpec], device: Any) -> None:
+        requested.append(set(specs))
+        if len(requested) == 1:
+            raise KernelMissingError
+
+    monkeypatch.setattr(jit, "prebuild", prebuild)
+    GroupPlanner(plans).prebuild()
+    added = {(spec.kernel, spec.loader, spec.kv_dtype) for spec in requested[0] - requested[1]}
+    assert requested[1] <= requested[0] and bool(added) is (kv_type == "fp8")
+    if added:
+        loader_of_wide = "boxes" if page == 16 else "rows"
+        assert added >= {("widen_pages", "", DType.FLOAT8_E4M3), ("prefill_sm90", loader_of_wide, DType.BFLOAT16)}

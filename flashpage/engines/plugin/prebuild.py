@@ -3,15 +3,19 @@ never waits for a compiler, and a compiler that is missing stops the start."""
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from ... import jit
 from ...base.dtypes import DType
-from ...kernels import blocks, choose, helpers
+from ...base.errors import KernelMissingError
+from ...kernels import blocks, choose, devices, helpers
 from ...kernels.context_classes import CLASSES
 from ...kernels.options import Options
 from ...kernels.spec import KernelSpec
 from ...kernels.work import Problem
+from ...plan import gather_rows
 from ...plan.prepared_kernels import mask_tiles_spec, trace
 from .group_plans import GroupPlans, Use
 
@@ -20,12 +24,18 @@ def prebuild(plans: GroupPlans, uses: tuple[Use, ...]) -> None:
     """Builds the kernels for any rows of these uses. Layers that differ only in what a run gives share kernels, except
     those with a soft cap."""
     specs: dict[KernelSpec, None] = {}
+    of_copies: dict[KernelSpec, None] = {}
     for use in uses:
         for options in plans.all_options(use):
             specs |= dict.fromkeys(attention_kernels(options, plans.device))
+            if not use.is_graph:
+                of_copies |= dict.fromkeys(_kernels_of_copies(options, plans.device))
     if plans.device.type == "cuda":
         specs |= dict.fromkeys(_helpers(plans))
-    jit.prebuild(specs, plans.device)
+    with contextlib.suppress(KernelMissingError):
+        jit.prebuild(specs | of_copies, plans.device)
+        return
+    jit.prebuild(specs, plans.device)  # plans do without copies
 
 
 def attention_kernels(options: Options, device: torch.device) -> list[KernelSpec]:
@@ -46,6 +56,16 @@ def attention_kernels(options: Options, device: torch.device) -> list[KernelSpec
         found += [spec for spec in tiles if spec is not None]
         found.append(helpers.merge_spec(options.out_dtype, options.head_dim_vo))
     return found
+
+
+def _kernels_of_copies(options: Options, device: torch.device) -> list[KernelSpec]:
+    """The kernels that copy K and V before prompts of many rows, and that read the copies. Engines give lengths, so
+    copies of which every page must be in use are never made."""
+    if not (gather_rows.runs_on(device) and gather_rows.skips_unused(options)):
+        return []
+    if not gather_rows.GatherPolicy(options, devices.of(device)).may_be:
+        return []
+    return [gather_rows.spec_of(options), *attention_kernels(gather_rows.as_rows(options), device)]
 
 
 def _helpers(plans: GroupPlans) -> list[KernelSpec]:
