@@ -32,8 +32,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
-            on the CPU: the CPU backend. On Hopper, pages of one token are gathered into the rest of it, if that is
-            worth it and all of the batch's K and V fit.
+            on the CPU: the CPU backend. On Hopper a run first copies K or V into the rest of it, if that is worth it
+            and all of the batch's fit: pages of one token, pages in fp8 or formats, rotated keys, V under e4m3
+            queries. Wrappers whose runs overlap, on two streams, need one each.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
         use_cuda_graph: runs may be captured, and replayed after later plans: with the four buffers of the same batch
             size and at most `max_total_num_rows`, without them of any batch within the capacities.

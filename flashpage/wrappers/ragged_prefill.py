@@ -29,7 +29,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
-            on the CPU: the CPU backend.
+            on the CPU: the CPU backend. On Hopper a run first copies rotated keys, or V under e4m3 queries, into the
+            rest of it, if that is worth it and all of the batch's fit. Wrappers whose runs overlap, on two streams,
+            need one each.
         kv_layout: of k and v: "NHD": [tokens, heads, dim]; "HND": [heads, tokens, dim].
         use_cuda_graph: runs may be captured, and replayed after later plans: of the same batch size and at most the
             first plan's rows with the two buffers, of any batch within the capacities without them.
