@@ -103,7 +103,7 @@ class Capability:
     abilities: tuple[str, ...] = ()
     is_half_on_geforce: bool = False  # whether GeForce cards have half of that rate
     widens_fp8: bool = False
-    is_accelerated: bool = False  # kernels use instructions of its own target (sm_90a), such as wgmma and setmaxnreg
+    is_accelerated: bool = False  # kernels have its own target (sm_90a), whose instructions some use, such as wgmma
 
 
 CAPABILITIES = {
