@@ -1,9 +1,9 @@
-"""Few packed rows of each request on Hopper and Blackwell (decode, speculative verify, short appends), bound by memory
-bandwidth: one CTA an SM, four warps that load, eight or twelve that compute, and a ring that keeps enough bytes in
-flight.
+"""Few packed rows of each request on Hopper and Blackwell 10.x (decode, speculative verify, short appends), bound by
+memory bandwidth: one CTA an SM, four warps that load, eight or twelve that compute, and a ring that keeps enough bytes
+in flight.
 
-It was never run on Blackwell. Cards with 99 KiB of shared memory have slots of 16 tokens, and teams of one, two or four
-warps for up to 64, 128 or 256 value columns.
+It was never run on Blackwell. Cards of 12.x, whose CTAs have 99 KiB of shared memory, get attention_sm80: with a ring
+of that size this kernel was slower on an H200 (docs/tried.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _REACHED = 0.6  # of the card's 16-bit throughput, by mma.sync
 _LOADING_WARPS = 4  # DecodeWarps::loading of the header
 _MOST_STAGES = 64  # the header uses as many as fit the ring
 _FORMAT_ROWS_STAGES = 16  # with more, page numbers of a round take too many registers
-_HOPPER_BYTES = 227 << 10  # shared memory of a CTA, for which tiles were measured
 RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
 
@@ -65,8 +64,6 @@ def _tile(work: Work) -> Tile:
     if work.packed_rows > 32 and options.head_dim_qk > 480:
         has_more = True  # two warps exchange half as much next to the widest Q
     warps_v = 4 if options.head_dim_vo > 256 else 2 if options.head_dim_vo > 128 and has_more else 1
-    if _is_small(work):
-        warps_v = _small_warps_v(work)
     if _swaps(work):
         return Tile(8, 32, 1, _swapped_teams(options), _MOST_STAGES, 1, 1)
     tile_q = next(rows for rows in (16, 32, 64) if work.packed_rows <= rows or rows * warps_v == 128)
@@ -74,9 +71,8 @@ def _tile(work: Work) -> Tile:
     tile_kv = _slot_tokens(work)
     if loop is InnerLoop.LOADING:
         tile_kv = 16  # the loads of more tokens, all in flight at once, take too many registers
-    limit = work.card.shared_bytes if _is_small(work) else 0
     stages = _FORMAT_ROWS_STAGES if options.has_formats and _loader(options) == "rows" else _MOST_STAGES
-    return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), stages, 1, warps_v, shared_limit=limit)
+    return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), stages, 1, warps_v)
 
 
 def _swaps(work: Work) -> bool:
@@ -88,7 +84,7 @@ def _swaps(work: Work) -> bool:
     is_known = k.bits == v.bits and (k.bits == 4 or (k.bits == 8 and k.is_plain and v.is_plain))
     has_dims = all(64 <= dim <= 128 and dim % 16 == 0 for dim in (options.head_dim_qk, options.head_dim_vo))
     is_plain = work.loop is InnerLoop.PLAIN and work.mask_source == "implicit"
-    return is_known and has_dims and is_plain and work.packed_rows <= 8 and not _is_small(work)
+    return is_known and has_dims and is_plain and work.packed_rows <= 8
 
 
 def _swapped_teams(options: Options) -> int:
@@ -100,38 +96,10 @@ def _swapped_teams(options: Options) -> int:
     return 8 if fills_lines or (has_groups and _loader(options) == "boxes") else 12
 
 
-def _is_small(work: Work) -> bool:
-    return work.card.shared_bytes < _HOPPER_BYTES
-
-
-def _small_warps_v(work: Work) -> int:
-    """Teams of more warps are fewer, so that their slots and buffers fit 99 KiB. A warp has whole panels of 64
-    columns."""
-    return next(warps for warps in (1, 2, 4) if work.options.head_dim_vo <= 64 * warps or warps == 4)
-
-
-def _fits_small_cards(work: Work) -> str | None:
-    """Refuses work of which the fewest slots and the buffers need more than 99 KiB: a slot for each team and for each
-    loading warp."""
-    options, dims = work.options, f"head dims of {work.options.head_dim_qk} and {work.options.head_dim_vo}"
-    if not _is_small(work):
-        return None
-    slots = max(8 // _small_warps_v(work), _LOADING_WARPS)
-    slots_fit = work.widest <= 256 and slots * 16 * _token_bytes(work) <= 48 << 10
-    slots_fit = slots_fit and (work.packed_rows <= 16 or options.head_dim_qk <= 224)  # Q of more rows takes more
-    if slots_fit and not work.rotates and options.kv_dtype.size > 1:
-        return None
-    stored = f"kv_format {options.k_format}" if options.has_formats else f"kv_data_type {options.kv_dtype.value}"
-    what = dims if not slots_fit else "in-kernel RoPE" if work.rotates else stored
-    return f"it has no {what} within {work.card.shared_bytes} bytes of shared memory"
-
-
 def _has_slots(work: Work) -> str | None:
     """Refuses work whose slots do not fit: each loading warp needs one, and each of eight teams of warps. For the
     widest rows eight slots exceed the ring's 128 KiB."""
     options = work.options
-    if _is_small(work):
-        return None
     dims = f"head_dim_qk {options.head_dim_qk} with head_dim_vo {options.head_dim_vo}"
     if not _slots_fit(work, _LOADING_WARPS):
         return f"{dims} over kv_format {options.k_format}, {options.v_format} needs more shared memory than a CTA has"
@@ -188,8 +156,7 @@ def _slots_fit(work: Work, slots: int = 8) -> bool:
 
 
 def _slot_tokens(work: Work) -> int:
-    is_short = _token_bytes(work) > 512 or _is_small(work)
-    return 16 if is_short and work.options.kv_dtype.size > 1 else 32
+    return 16 if _token_bytes(work) > 512 and work.options.kv_dtype.size > 1 else 32
 
 
 def _token_bytes(work: Work) -> int:
@@ -311,7 +278,7 @@ KERNEL = AttentionKernel(
     header="flashpage/kernels/decode_sm90/kernel.h",
     cpp="DecodeSm90<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
-    archs=(90, 100, 103, 120, 121),
+    archs=(90, 100, 103),
     most_packed_rows=MOST_PACKED_ROWS,
     accepts=(
         ability("bulk copies"),
@@ -320,7 +287,6 @@ KERNEL = AttentionKernel(
         *dtypes(q=HALF + FP8, out=NARROW),
         head_dims(16, 512, 8),
         _has_slots,
-        _fits_small_cards,
         _wide_rows,
     ),
     tile=_tile,

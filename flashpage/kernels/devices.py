@@ -70,10 +70,8 @@ class Device:
     @property
     def full_speed_share(self) -> float:
         """The fraction of SMs that keeps memory as busy as all of them do: 64 of an H200's 132 SMs read at 4.05 TB/s,
-        so a single SM reads 63.9 bytes a nanosecond (tests/bench/cluster.py). With less shared memory fewer bytes are
-        on their way to an SM: with an RTX 5090's tiles an H200's SM read 32.5 (docs/tried.md)."""
-        sm_bytes_per_ns = 63.9 * min(1.0, self.shared_bytes / H200.shared_bytes)
-        return min(1.0, self.sm_bytes_per_ns / sm_bytes_per_ns)
+        so a single SM reads 63.9 bytes a nanosecond (tests/bench/cluster.py)."""
+        return min(1.0, self.sm_bytes_per_ns / 63.9)
 
     def full_speed_share_of(self, loading_ns: float, converting_ns: float) -> float:
         """That fraction of SMs where an SM also converts what it loads: it loads a token faster while others do not
@@ -105,7 +103,7 @@ class Capability:
     abilities: tuple[str, ...] = ()
     is_half_on_geforce: bool = False  # whether GeForce cards have half of that rate
     widens_fp8: bool = False
-    is_accelerated: bool = False  # kernels use instructions of its own target (sm_90a), such as wgmma and setmaxnreg
+    is_accelerated: bool = False  # kernels have its own target (sm_90a), whose instructions some use, such as wgmma
 
 
 CAPABILITIES = {

@@ -38,7 +38,7 @@ struct DecodeTraits : Tile<CacheType, qk, vo, rows, tokens> {
   static constexpr Loader loader = of;
   static constexpr PositionEncoding position_encoding = rotates ? PositionEncoding::rope : PositionEncoding::none;
   static constexpr RowsLayout layout = RowsLayout::swizzled;
-  static constexpr int warps_q = rows / 16, warps_kv = teams, warps_v = columns, stages = 64, shared_limit = 0;
+  static constexpr int warps_q = rows / 16, warps_kv = teams, warps_v = columns, stages = 64;
 };
 
 template <Loader of, int qk, int vo, int tokens>

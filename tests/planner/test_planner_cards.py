@@ -112,25 +112,6 @@ def _check_options(batch: Batch, options: Options, card: devices.Device) -> None
     check_balance(planned, check(planned))
 
 
-@pytest.mark.parametrize("name", ["RTX 5090", "RTX 5090:132"])
-def test_long_requests_have_ctas_enough(name: str) -> None:
-    """Eight units of one request: an SM with so little shared memory reads 32.5 bytes a nanosecond, measured on an H200
-    with an RTX 5090's tiles, so that few clusters would not keep the card's memory busy."""
-    card = devices.named(name)
-    bf16 = DType.BFLOAT16
-    options = Options("paged", 32, 8, 128, 128, 16, bf16, bf16, bf16, uniform_q_len=1)
-    choice = choose.choose_for_card(Problem(options, 4), card)
-    assert choice.kernel.name == "decode_sm90"
-    clusters = schedules.Clusters((card.sms, card.sms // 2, card.sms // 4, card.sms // 8, 0), 16)
-    found = schedules.schedule(choice, options, card.sms, clusters)
-    values = {field.name: getattr(found, field.name) for field in dataclasses.fields(Cutting)}
-    planned = plan(
-        Batch(np.ones(1, np.int32), np.array([131072]), 32, 8), Cutting(**values | {"clusters": tuple(found.clusters)})
-    )
-    size = planned.header["cluster_size"]
-    assert (8 * size if size else card.sms) * 32.5 >= 0.95 * card.gbps
-
-
 @pytest.mark.parametrize("sms", SMS)
 def test_a_part_of_a_card(sms: int) -> None:
     whole = devices.named("RTX 5090")

@@ -1,5 +1,5 @@
-// Attention of few packed rows (decode, speculative verify, short appends) on Hopper and Blackwell: its time is the
-// time to read K and V once, at the speed of memory.
+// Attention of few packed rows (decode, speculative verify, short appends) on Hopper and Blackwell 10.x: its time is
+// the time to read K and V once, at the speed of memory.
 //
 // One CTA an SM. Four warps load: they go through the plan's units ahead of the other warps and keep a ring of slots
 // full across the units' ends. The other warps compute, in teams that alternate on the slots, each with its own softmax
@@ -26,7 +26,7 @@ struct DecodeSm90 {
   static constexpr int shared_bytes = sizeof(Shared);
   // Packed rows of a unit that a cluster can merge; 0: the kernel is not launched with clusters.
   static constexpr int cluster_rows = Shared::has_mailbox ? min_of(ClusterMerge<Traits>::max_rows, Traits::tile_q) : 0;
-  static_assert(shared_bytes <= decode_shared_limit<Traits>(), "the fewest slots are more than a CTA has");
+  static_assert(shared_bytes <= cta_shared_bytes(ctas_per_sm), "the fewest slots are more than a CTA has");
   // A loading warp returns to the ring after `loading` slots. In a shorter ring it would wait for the phase after the
   // one that other warps still fill, and the parity of a phase cannot tell those apart.
   static_assert(Traits::stages >= Warps::loading);

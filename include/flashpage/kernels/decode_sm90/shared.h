@@ -77,15 +77,9 @@ struct DecodeShared {
   typename select_type<S::Formats::has_scales, SlotScales<Traits, tokens>, None>::type scales;
 };
 
-// The most shared memory of a CTA: Hopper's, or Traits::shared_limit of a card with less.
-template <class Traits>
-FP_HOST_DEVICE constexpr int decode_shared_limit() {
-  return Traits::shared_limit == 0 ? cta_shared_bytes(1) : Traits::shared_limit;
-}
-
 template <class Traits>
 struct DecodeFits {
-  static constexpr bool value = sizeof(DecodeShared<Traits>) <= decode_shared_limit<Traits>();
+  static constexpr bool value = sizeof(DecodeShared<Traits>) <= cta_shared_bytes(1);
 };
 
 // The largest size of the ring. 128 KiB leave room for the buffer in which the teams exchange their states; with rings
