@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +14,45 @@ from flashpage.base.dtypes import DType
 from flashpage.kernels import latent_formats
 from flashpage.kernels.options import Options
 
-# Scales that change no digit, and others.
-_EVEN, _UNEVEN = (0.5, 1.0, 0.25, 1.0, 0.5), (0.3, 0.77, 0.9, 0.41, 0.6)
-_NUMBERS = {"ckv_scale": 0.75, "kpe_scale": 0.375}
+# Scales of tokens by the end of a row_format: those that change no digit, and others.
+_TABLES = {
+    "": (0.5, 1.0, 0.25, 1.0, 0.5),
+    "uneven": (0.3, 0.77, 0.9, 0.41, 0.6),
+    "decades": (0.01, 0.1, 1.0, 0.03, 0.3),
+}
+_NUMBERS, _TENSORS = {"ckv_scale": 0.75, "kpe_scale": 0.375}, {"ckv_scale": 0.5, "kpe_scale": 0.25}
+_TAIL_SCALE = 0.5  # next to scales of tokens
+_LARGEST, _DEVIATIONS = 448.0, 6.0  # e4m3's largest number, and the standard deviations that are below it
 _EXPONENT_BIAS = 127
 
 
 def exact(case: Case, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     """The rows as the cache holds them, [tokens, 1, columns], in fp64."""
+    if case.deviations is not None:
+        rows = [(row.double() * _stored_deviations(case)).to(row.dtype) for row in rows]
     if not case.row_format:
         return rows
     return [stored.double() * factor for stored, factor in (_stored(case, part, is_exact=False) for part in rows)]
+
+
+def _stored_deviations(case: Case) -> torch.Tensor:
+    """The standard deviation of each column in the cache, [columns]; scales of tokens change it further."""
+    ckv, kpe = case.deviations or (1.0, 1.0)
+    columns = torch.arange(case.head_dim)
+    deviations = torch.where(columns < case.value_dim, ckv, kpe)
+    scales = torch.where(columns < case.value_dim, _range_scale(ckv), _range_scale(kpe))
+    return torch.where(columns < _quantised(case), deviations / scales, deviations)
+
+
+def _range_scale(deviation: float) -> float:
+    """A power of two by which e4m3 holds numbers of a standard deviation over its whole range."""
+    return 2.0 ** math.ceil(math.log2(deviation * _DEVIATIONS / _LARGEST)) if deviation else 1.0
+
+
+def _quantised(case: Case) -> int:
+    """The first columns, which are stored in e4m3."""
+    found = latent_formats.packed(case.packed_format)
+    return 0 if not case.row_format else found.quantised if found else case.head_dim
 
 
 def halves(case: Case, rows: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -56,9 +85,9 @@ def arrange(case: Case, cache: Cache) -> None:
 def run_arguments(case: Case, cache: Cache, device: str) -> dict[str, Any]:
     """The scales that a run gets."""
     if case.row_format == "numbers":
-        return dict(_NUMBERS)
+        return _tensor_scales(case)
     if case.row_format == "tensors":
-        return {name: torch.tensor([value], device=device) for name, value in _factors_of_tensors().items()}
+        return {name: torch.tensor([value], device=device) for name, value in _tensor_scales(case).items()}
     if not case.row_format.startswith("tokens"):
         return {}
     scales = Cache.make(
@@ -66,17 +95,28 @@ def run_arguments(case: Case, cache: Cache, device: str) -> dict[str, Any]:
     )
     rows = [_blocks(case, n)[:, None] for n in case.kv_lens]
     write_pages(scales, case.kv_lens, rows, [row[..., :0] for row in rows], seed=len(case.name))
-    return {"ckv_scale_arr": scales.buffers[0].squeeze(2).to(device), "kpe_scale": 0.5}
+    return {"ckv_scale_arr": scales.buffers[0].squeeze(2).to(device), "kpe_scale": _tail_scale(case)}
 
 
-def _factors_of_tensors() -> dict[str, float]:
-    return {"ckv_scale": 0.5, "kpe_scale": 0.25}
+def _tensor_scales(case: Case) -> dict[str, float]:
+    """The scales of all tokens."""
+    if case.deviations is not None:
+        return {"ckv_scale": _range_scale(case.deviations[0]), "kpe_scale": _range_scale(case.deviations[1])}
+    return dict(_NUMBERS if case.row_format == "numbers" else _TENSORS)
+
+
+def _tail_scale(case: Case) -> float:
+    return _TAIL_SCALE if case.deviations is None else _range_scale(case.deviations[1])
 
 
 def _blocks(case: Case, tokens: int) -> torch.Tensor:
     """The scales of blocks of columns, [tokens, blocks] fp32."""
-    table = torch.tensor(_UNEVEN if case.has_uneven_scales else _EVEN)
+    table = torch.tensor(_TABLES[case.row_format.partition("-")[2]])
+    if case.deviations is not None:
+        table *= _range_scale(case.deviations[0])
     found = latent_formats.packed(case.packed_format)
+    if found and found.by_page:
+        table = table.log2().round().exp2()
     blocks = found.quantised // found.scale_columns if found else case.value_dim // 128
     return table[(torch.arange(tokens)[:, None] * 3 + torch.arange(blocks)) % len(table)]
 
@@ -84,12 +124,12 @@ def _blocks(case: Case, tokens: int) -> torch.Tensor:
 def _factors(case: Case, tokens: int) -> torch.Tensor:
     """The scale of each stored number, [tokens, 1, columns] fp64."""
     factors = torch.ones(tokens, 1, case.head_dim, dtype=torch.float64)
-    numbers = {"numbers": _NUMBERS, "tensors": _factors_of_tensors()}.get(case.row_format)
-    if numbers:
+    if case.row_format in ("numbers", "tensors"):
+        numbers = _tensor_scales(case)
         factors[..., : case.value_dim], factors[..., case.value_dim :] = numbers["ckv_scale"], numbers["kpe_scale"]
         return factors
     if case.row_format.startswith("tokens"):
-        factors[..., case.value_dim :] = 0.5
+        factors[..., case.value_dim :] = _tail_scale(case)
     blocks = _blocks(case, tokens).double()
     found = latent_formats.packed(case.packed_format)
     wide = blocks.repeat_interleave(found.scale_columns if found else 128, 1)
@@ -101,8 +141,7 @@ def _stored(case: Case, rows: torch.Tensor, *, is_exact: bool) -> tuple[torch.Te
     """The numbers that are stored, and their factors."""
     factors = _factors(case, len(rows))
     stored = (rows.double() / factors if is_exact else rows.double()).float()
-    found = latent_formats.packed(case.packed_format)
-    quantised = found.quantised if found else case.head_dim
+    quantised = _quantised(case)
     parts = stored[..., :quantised].to(torch.float8_e4m3fn).float(), stored[..., quantised:].bfloat16().float()
     return torch.cat(parts, -1), factors
 
