@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from caches import Cache, Shape, write_pages
 from cases.case import Case
+from latent_bytes import E4M3, LARGEST, SCALE_COLUMNS, to_e4m3, v32_rows
 
 from flashpage import native
 from flashpage.base.dtypes import DType
@@ -22,7 +23,7 @@ _TABLES = {
 }
 _NUMBERS, _TENSORS = {"ckv_scale": 0.75, "kpe_scale": 0.375}, {"ckv_scale": 0.5, "kpe_scale": 0.25}
 _TAIL_SCALE = 0.5  # next to scales of tokens
-_LARGEST, _DEVIATIONS = 448.0, 6.0  # e4m3's largest number, and the standard deviations that are below it
+_DEVIATIONS = 6.0  # standard deviations that are below e4m3's largest number
 _EXPONENT_BIAS = 127
 
 
@@ -46,7 +47,7 @@ def _stored_deviations(case: Case) -> torch.Tensor:
 
 def _range_scale(deviation: float) -> float:
     """A power of two by which e4m3 holds numbers of a standard deviation over its whole range."""
-    return 2.0 ** math.ceil(math.log2(deviation * _DEVIATIONS / _LARGEST)) if deviation else 1.0
+    return 2.0 ** math.ceil(math.log2(deviation * _DEVIATIONS / LARGEST)) if deviation else 1.0
 
 
 def _quantised(case: Case) -> int:
@@ -61,7 +62,7 @@ def halves(case: Case, rows: list[torch.Tensor]) -> tuple[list[torch.Tensor], li
         return [row[..., : case.value_dim] for row in rows], [row[..., case.value_dim :] for row in rows]
     if case.packed_format:
         return [_packed(case, row) for row in rows], [torch.empty(len(row), 1, 0, dtype=torch.uint8) for row in rows]
-    stored = [_stored(case, row, is_exact=True)[0].to(torch.float8_e4m3fn) for row in rows]
+    stored = [_stored(case, row, is_exact=True)[0].to(E4M3) for row in rows]
     return [row[..., : case.value_dim] for row in stored], [row[..., case.value_dim :] for row in stored]
 
 
@@ -91,7 +92,7 @@ def run_arguments(case: Case, cache: Cache, device: str) -> dict[str, Any]:
     if not case.row_format.startswith("tokens"):
         return {}
     scales = Cache.make(
-        "tuple", Shape(cache.shape.pages, case.page_size, 1, case.value_dim // 128, 0), "NHD", torch.float32
+        "tuple", Shape(cache.shape.pages, case.page_size, 1, case.value_dim // SCALE_COLUMNS, 0), "NHD", torch.float32
     )
     rows = [_blocks(case, n)[:, None] for n in case.kv_lens]
     write_pages(scales, case.kv_lens, rows, [row[..., :0] for row in rows], seed=len(case.name))
@@ -117,7 +118,7 @@ def _blocks(case: Case, tokens: int) -> torch.Tensor:
     found = latent_formats.packed(case.packed_format)
     if found and found.by_page:
         table = table.log2().round().exp2()
-    blocks = found.quantised // found.scale_columns if found else case.value_dim // 128
+    blocks = found.quantised // found.scale_columns if found else case.value_dim // SCALE_COLUMNS
     return table[(torch.arange(tokens)[:, None] * 3 + torch.arange(blocks)) % len(table)]
 
 
@@ -132,7 +133,7 @@ def _factors(case: Case, tokens: int) -> torch.Tensor:
         factors[..., case.value_dim :] = _tail_scale(case)
     blocks = _blocks(case, tokens).double()
     found = latent_formats.packed(case.packed_format)
-    wide = blocks.repeat_interleave(found.scale_columns if found else 128, 1)
+    wide = blocks.repeat_interleave(found.scale_columns if found else SCALE_COLUMNS, 1)
     factors[:, 0, : wide.shape[1]] = wide
     return factors
 
@@ -142,7 +143,7 @@ def _stored(case: Case, rows: torch.Tensor, *, is_exact: bool) -> tuple[torch.Te
     factors = _factors(case, len(rows))
     stored = (rows.double() / factors if is_exact else rows.double()).float()
     quantised = _quantised(case)
-    parts = stored[..., :quantised].to(torch.float8_e4m3fn).float(), stored[..., quantised:].bfloat16().float()
+    parts = to_e4m3(stored[..., :quantised]).float(), stored[..., quantised:].bfloat16().float()
     return torch.cat(parts, -1), factors
 
 
@@ -150,12 +151,11 @@ def _packed(case: Case, rows: torch.Tensor) -> torch.Tensor:
     """Exact rows as bytes, [tokens, 1, row bytes]."""
     stored, blocks = _stored(case, rows, is_exact=True)[0], _blocks(case, len(rows))
     quantised = latent_formats.PACKED[case.packed_format].quantised
-    numbers = stored[:, 0, :quantised].to(torch.float8_e4m3fn).view(torch.uint8)
-    rest = stored[:, 0, quantised:].bfloat16().contiguous().view(torch.uint8)
+    numbers, rest = stored[:, 0, :quantised].to(E4M3), stored[:, 0, quantised:].bfloat16()
     if case.packed_format == "deepseek_v4":
         exponents = torch.cat([blocks.log2() + _EXPONENT_BIAS, torch.full((len(rows), 1), 255.0)], 1).to(torch.uint8)
-        return torch.cat([numbers, rest, exponents], 1)[:, None]
-    return torch.cat([numbers, blocks.contiguous().view(torch.uint8), rest], 1)[:, None]
+        return torch.cat([numbers.view(torch.uint8), rest.contiguous().view(torch.uint8), exponents], 1)[:, None]
+    return v32_rows(numbers, blocks, rest)[:, None]
 
 
 def lists(case: Case, indptr: torch.Tensor, indices: torch.Tensor, masks: list[torch.Tensor]) -> tuple[Any, Any]:
