@@ -324,15 +324,24 @@ _OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] 
 _IMPLEMENTATIONS = {name: implementation for name, _, implementation, _ in _OPERATORS}
 
 
-def define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any] = _nothing) -> None:
-    tags = [torch.Tag.needs_fixed_stride_order]
-    if name in {f"run_{kv}" for kv in _SOURCES} and hasattr(torch.Tag, "cudagraph_unsafe"):
-        tags.append(torch.Tag.cudagraph_unsafe)
-    _library.define(name + schema, tags=tuple(tags))
-    for key in ("CPU", "CUDA"):
+OUT_OF_GRAPHS: tuple[Any, ...] = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+
+
+def define(
+    name: str,
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any] = _nothing,
+    *,
+    tags: tuple[Any, ...] = (),
+    keys: tuple[str, ...] = ("CPU", "CUDA"),
+) -> None:
+    """Registers an operator; `tags`: OUT_OF_GRAPHS if inductor must not capture it; `keys`: where it is dispatched."""
+    _library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order, *tags))
+    for key in keys:
         _library.impl(name, implementation, key)
     torch.library.register_fake(f"flashpage::{name}", fake, lib=_library)
 
 
 for _operator in _OPERATORS:
-    define(*_operator)
+    define(*_operator, tags=OUT_OF_GRAPHS if _operator[0] in {f"run_{kv}" for kv in _SOURCES} else ())

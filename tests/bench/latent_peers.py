@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from latent_stores import E4M3, LARGEST, ONE_SCALE, Store, stored
+from latent_stores import E4M3, LARGEST, ONE_SCALE, Store, stored, to_e4m3
 from peers import Call, only_sm80
 from torch import Tensor
 from workloads import LatentCase, Paged, indptr
@@ -118,7 +118,7 @@ def flashmla_call(batch: LatentBatch) -> Call | None:
     more: dict[str, Any] = {}
     if case.row_format == "tensor":
         q_scale = q.abs().amax().float().reshape(1) / LARGEST
-        q = (q / q_scale).clamp(-LARGEST, LARGEST).to(E4M3)
+        q = to_e4m3(q / q_scale)
         more = {"descale_q": q_scale, "descale_k": torch.full_like(q_scale, ONE_SCALE), "is_fp8_kvcache": True}
     table, lengths = batch.table.rectangular(), torch.tensor(batch.kv_lens, dtype=torch.int32, device=batch.device)
     schedule = flash_mla.get_mla_metadata()[0]

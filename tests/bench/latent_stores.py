@@ -4,16 +4,17 @@ token, or as DeepSeek's rows of 656 bytes."""
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from latent_bytes import E4M3, LARGEST, ROW_BYTES, SCALE_COLUMNS, quantised, to_e4m3, v32_parts, v32_rows
+
 ONE_SCALE = 2.0**-6  # of elements with a standard deviation of one
-SCALE_COLUMNS = 128
-ROW_BYTES = 656  # 512 e4m3, four fp32 scales, 64 bf16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +43,15 @@ class Store:
             assert self.token_scales is not None
             scales, rest = self.token_scales[pages].flatten(0, 1), rows[:, self.columns :].double() * ONE_SCALE
         else:
-            rows, scales, rest = rows.split([self.columns, 16, ROW_BYTES - self.columns - 16], 1)
-            rows, scales = rows.contiguous().view(E4M3), scales.contiguous().view(torch.float32)
-            rest = rest.contiguous().view(torch.bfloat16).double()
+            rows, scales, rest = v32_parts(rows)
         factors = scales.double().repeat_interleave(SCALE_COLUMNS, 1)
-        return torch.cat([rows[:, : self.columns].double() * factors, rest], 1)
+        return torch.cat([rows[:, : self.columns].double() * factors, rest.double()], 1)
+
+
+def token_bytes(row_format: str, columns: int, columns_of_v: int) -> int:
+    """Bytes of a token in a cache, its scales included."""
+    scales = columns_of_v // SCALE_COLUMNS * torch.float32.itemsize
+    return {"": 2 * columns, "tensor": columns, "tokens": columns + scales}.get(row_format, ROW_BYTES)
 
 
 def stored(rows: Tensor, row_format: str, columns: int) -> Store:
@@ -54,16 +59,12 @@ def stored(rows: Tensor, row_format: str, columns: int) -> Store:
     if row_format == "":
         return Store("", rows, columns)
     if row_format == "tensor":
-        return Store("tensor", _e4m3(rows / ONE_SCALE), columns)
-    blocks, rest = rows[..., :columns].unflatten(-1, (-1, SCALE_COLUMNS)), rows[..., columns:]
-    scales = (blocks.abs().amax(-1).float() / LARGEST).clamp(min=2.0**-30).log2().ceil().exp2()  # powers of two
-    numbers = _e4m3((blocks / scales.unsqueeze(-1).to(blocks.dtype)).flatten(-2))
+        return Store("tensor", to_e4m3(rows / ONE_SCALE), columns)
+    values, rest = rows[..., :columns], rows[..., columns:]
+    largest = values.unflatten(-1, (-1, SCALE_COLUMNS)).abs().amax(-1).float()
+    scales = (largest / LARGEST).clamp(min=2.0**-30).log2().ceil().exp2()  # powers of two
+    numbers = quantised(values, scales)
     if row_format == "tokens":
-        parts = [part.view(torch.uint8) for part in (numbers, _e4m3(rest / ONE_SCALE))]
+        parts = [part.view(torch.uint8) for part in (numbers, to_e4m3(rest / ONE_SCALE))]
         return Store("tokens", torch.cat(parts, -1).view(E4M3), columns, scales)
-    parts = [numbers.view(torch.uint8), scales.view(torch.uint8), rest.contiguous().view(torch.uint8)]
-    return Store(row_format, torch.cat(parts, -1), columns)
-
-
-def _e4m3(numbers: Tensor) -> Tensor:
-    return numbers.clamp(-LARGEST, LARGEST).to(E4M3)
+    return Store(row_format, v32_rows(numbers, scales, rest), columns)

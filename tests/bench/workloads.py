@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from latent_stores import ROW_BYTES, SCALE_COLUMNS
+from latent_stores import token_bytes
 from torch import Tensor
 
 from flashpage.cli.values import distribution
@@ -175,9 +175,7 @@ class LatentCase(Case):
 
     @property
     def token_bytes(self) -> int:
-        scales = self.head_dim_vo // SCALE_COLUMNS * torch.float32.itemsize
-        sizes = {"": 2 * self.head_dim, "tensor": self.head_dim, "tokens": self.head_dim + scales}
-        return sizes.get(self.row_format, ROW_BYTES)
+        return token_bytes(self.row_format, self.head_dim, self.head_dim_vo)
 
 
 DECODE = [

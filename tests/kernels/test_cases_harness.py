@@ -126,6 +126,14 @@ class NeighbouringScales(Honest):
         return format_rows.values(self.case, side, self.tokens(request, self.inputs.cache.rows()[side]), shifted)
 
 
+class TailsOfOthers(Honest):
+    """Reads what keys have in addition to values at the fourth token after a token."""
+
+    def rows(self, request: int, side: int) -> torch.Tensor:
+        found = super().rows(request, side)
+        return found.roll(-4, 0) if side == 1 else found
+
+
 class UnscaledOutputs(Honest):
     """Does not divide outputs by their scale."""
 
@@ -203,6 +211,7 @@ FAULTS = {
     "slot past the end": (PastTheEnd, "decode-edges"),
     "tokens left of the window": (LeftOfTheWindow, "few-window-in-page"),
     "scales of the token before": (NeighbouringScales, "format-nvfp4"),
+    "tails of other tokens": (TailsOfOthers, "latent-tail"),
     "wrong head mapping": (WrongHeads, "heads-32-8"),
     "lse in base e": (faulty(lambda s: dataclasses.replace(s, lse=s.lse / LOG2_E)), "decode-batch-70"),
     "lse of masked rows finite": (

@@ -75,6 +75,8 @@ E4M3_CASES = [
     latent_case(
         "tensors", "scales of tensors, a negative scale", (1, 1), (170, 63), sm_scale=-0.1, **_TENSORS, **_ROWS_64
     ),
+    latent_case("tail", "the tail decides the scores", (2,), (170,), deviations=(0.05, 4.0), **_TENSORS, **_ROWS_64),
+    latent_case("zeros", "rows of zeros", (1,), (170,), deviations=(0.0, 0.0), **_TENSORS, **_ROWS_64),
     latent_case("tokens", "scales of tokens, two row tiles", (2,), (170,), row_format="tokens", **_SCALED, **_ROWS_64),
     latent_case(
         "tokens-256-64",
@@ -90,6 +92,7 @@ E4M3_CASES = [
     latent_case("few-edges", "units that follow each other, causal", _ONES, _EDGES, causal=True, sinks=True, **_V32),
     latent_case("few-mtp", "32 rows, causal", (2, 1), (64, 129), causal=True, num_q_heads=12, **_V32),
     latent_case("few-tensors", "scales of tensors, a negative scale", (1, 1), (170, 63), sm_scale=-0.1, **_TENSORS),
+    latent_case("few-tail", "the tail decides the scores", (1,), (170,), deviations=(0.05, 4.0), **_TENSORS),
     latent_case(
         "few-tokens", "scales of tokens, 32 rows", (2,), (170,), row_format="tokens", num_q_heads=16, **_SCALED
     ),

@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from caches import Cache, Shape, write_pages
 from cases.case import Case
+from latent_bytes import E4M3, LARGEST, SCALE_COLUMNS, to_e4m3, v32_rows
 
 from flashpage import native
 from flashpage.base.dtypes import DType
 from flashpage.kernels import latent_formats
 from flashpage.kernels.options import Options
 
-# Scales that change no digit, and others.
-_EVEN, _UNEVEN = (0.5, 1.0, 0.25, 1.0, 0.5), (0.3, 0.77, 0.9, 0.41, 0.6)
-_NUMBERS = {"ckv_scale": 0.75, "kpe_scale": 0.375}
+# Scales of tokens by the end of a row_format: those that change no digit, and others.
+_TABLES = {
+    "": (0.5, 1.0, 0.25, 1.0, 0.5),
+    "uneven": (0.3, 0.77, 0.9, 0.41, 0.6),
+    "decades": (0.01, 0.1, 1.0, 0.03, 0.3),
+}
+_NUMBERS, _TENSORS = {"ckv_scale": 0.75, "kpe_scale": 0.375}, {"ckv_scale": 0.5, "kpe_scale": 0.25}
+_TAIL_SCALE = 0.5  # next to scales of tokens
+_DEVIATIONS = 6.0  # standard deviations that are below e4m3's largest number
 _EXPONENT_BIAS = 127
 
 
 def exact(case: Case, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     """The rows as the cache holds them, [tokens, 1, columns], in fp64."""
+    if case.deviations is not None:
+        rows = [(row.double() * _stored_deviations(case)).to(row.dtype) for row in rows]
     if not case.row_format:
         return rows
     return [stored.double() * factor for stored, factor in (_stored(case, part, is_exact=False) for part in rows)]
+
+
+def _stored_deviations(case: Case) -> torch.Tensor:
+    """The standard deviation of each column in the cache, [columns]; scales of tokens change it further."""
+    ckv, kpe = case.deviations or (1.0, 1.0)
+    columns = torch.arange(case.head_dim)
+    deviations = torch.where(columns < case.value_dim, ckv, kpe)
+    scales = torch.where(columns < case.value_dim, _range_scale(ckv), _range_scale(kpe))
+    return torch.where(columns < _quantised(case), deviations / scales, deviations)
+
+
+def _range_scale(deviation: float) -> float:
+    """A power of two by which e4m3 holds numbers of a standard deviation over its whole range."""
+    return 2.0 ** math.ceil(math.log2(deviation * _DEVIATIONS / LARGEST)) if deviation else 1.0
+
+
+def _quantised(case: Case) -> int:
+    """The first columns, which are stored in e4m3."""
+    found = latent_formats.packed(case.packed_format)
+    return 0 if not case.row_format else found.quantised if found else case.head_dim
 
 
 def halves(case: Case, rows: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -32,7 +62,7 @@ def halves(case: Case, rows: list[torch.Tensor]) -> tuple[list[torch.Tensor], li
         return [row[..., : case.value_dim] for row in rows], [row[..., case.value_dim :] for row in rows]
     if case.packed_format:
         return [_packed(case, row) for row in rows], [torch.empty(len(row), 1, 0, dtype=torch.uint8) for row in rows]
-    stored = [_stored(case, row, is_exact=True)[0].to(torch.float8_e4m3fn) for row in rows]
+    stored = [_stored(case, row, is_exact=True)[0].to(E4M3) for row in rows]
     return [row[..., : case.value_dim] for row in stored], [row[..., case.value_dim :] for row in stored]
 
 
@@ -56,43 +86,54 @@ def arrange(case: Case, cache: Cache) -> None:
 def run_arguments(case: Case, cache: Cache, device: str) -> dict[str, Any]:
     """The scales that a run gets."""
     if case.row_format == "numbers":
-        return dict(_NUMBERS)
+        return _tensor_scales(case)
     if case.row_format == "tensors":
-        return {name: torch.tensor([value], device=device) for name, value in _factors_of_tensors().items()}
+        return {name: torch.tensor([value], device=device) for name, value in _tensor_scales(case).items()}
     if not case.row_format.startswith("tokens"):
         return {}
     scales = Cache.make(
-        "tuple", Shape(cache.shape.pages, case.page_size, 1, case.value_dim // 128, 0), "NHD", torch.float32
+        "tuple", Shape(cache.shape.pages, case.page_size, 1, case.value_dim // SCALE_COLUMNS, 0), "NHD", torch.float32
     )
     rows = [_blocks(case, n)[:, None] for n in case.kv_lens]
     write_pages(scales, case.kv_lens, rows, [row[..., :0] for row in rows], seed=len(case.name))
-    return {"ckv_scale_arr": scales.buffers[0].squeeze(2).to(device), "kpe_scale": 0.5}
+    return {"ckv_scale_arr": scales.buffers[0].squeeze(2).to(device), "kpe_scale": _tail_scale(case)}
 
 
-def _factors_of_tensors() -> dict[str, float]:
-    return {"ckv_scale": 0.5, "kpe_scale": 0.25}
+def _tensor_scales(case: Case) -> dict[str, float]:
+    """The scales of all tokens."""
+    if case.deviations is not None:
+        return {"ckv_scale": _range_scale(case.deviations[0]), "kpe_scale": _range_scale(case.deviations[1])}
+    return dict(_NUMBERS if case.row_format == "numbers" else _TENSORS)
+
+
+def _tail_scale(case: Case) -> float:
+    return _TAIL_SCALE if case.deviations is None else _range_scale(case.deviations[1])
 
 
 def _blocks(case: Case, tokens: int) -> torch.Tensor:
     """The scales of blocks of columns, [tokens, blocks] fp32."""
-    table = torch.tensor(_UNEVEN if case.has_uneven_scales else _EVEN)
+    table = torch.tensor(_TABLES[case.row_format.partition("-")[2]])
+    if case.deviations is not None:
+        table *= _range_scale(case.deviations[0])
     found = latent_formats.packed(case.packed_format)
-    blocks = found.quantised // found.scale_columns if found else case.value_dim // 128
+    if found and found.by_page:
+        table = table.log2().round().exp2()
+    blocks = found.quantised // found.scale_columns if found else case.value_dim // SCALE_COLUMNS
     return table[(torch.arange(tokens)[:, None] * 3 + torch.arange(blocks)) % len(table)]
 
 
 def _factors(case: Case, tokens: int) -> torch.Tensor:
     """The scale of each stored number, [tokens, 1, columns] fp64."""
     factors = torch.ones(tokens, 1, case.head_dim, dtype=torch.float64)
-    numbers = {"numbers": _NUMBERS, "tensors": _factors_of_tensors()}.get(case.row_format)
-    if numbers:
+    if case.row_format in ("numbers", "tensors"):
+        numbers = _tensor_scales(case)
         factors[..., : case.value_dim], factors[..., case.value_dim :] = numbers["ckv_scale"], numbers["kpe_scale"]
         return factors
     if case.row_format.startswith("tokens"):
-        factors[..., case.value_dim :] = 0.5
+        factors[..., case.value_dim :] = _tail_scale(case)
     blocks = _blocks(case, tokens).double()
     found = latent_formats.packed(case.packed_format)
-    wide = blocks.repeat_interleave(found.scale_columns if found else 128, 1)
+    wide = blocks.repeat_interleave(found.scale_columns if found else SCALE_COLUMNS, 1)
     factors[:, 0, : wide.shape[1]] = wide
     return factors
 
@@ -101,9 +142,8 @@ def _stored(case: Case, rows: torch.Tensor, *, is_exact: bool) -> tuple[torch.Te
     """The numbers that are stored, and their factors."""
     factors = _factors(case, len(rows))
     stored = (rows.double() / factors if is_exact else rows.double()).float()
-    found = latent_formats.packed(case.packed_format)
-    quantised = found.quantised if found else case.head_dim
-    parts = stored[..., :quantised].to(torch.float8_e4m3fn).float(), stored[..., quantised:].bfloat16().float()
+    quantised = _quantised(case)
+    parts = to_e4m3(stored[..., :quantised]).float(), stored[..., quantised:].bfloat16().float()
     return torch.cat(parts, -1), factors
 
 
@@ -111,12 +151,11 @@ def _packed(case: Case, rows: torch.Tensor) -> torch.Tensor:
     """Exact rows as bytes, [tokens, 1, row bytes]."""
     stored, blocks = _stored(case, rows, is_exact=True)[0], _blocks(case, len(rows))
     quantised = latent_formats.PACKED[case.packed_format].quantised
-    numbers = stored[:, 0, :quantised].to(torch.float8_e4m3fn).view(torch.uint8)
-    rest = stored[:, 0, quantised:].bfloat16().contiguous().view(torch.uint8)
+    numbers, rest = stored[:, 0, :quantised].to(E4M3), stored[:, 0, quantised:].bfloat16()
     if case.packed_format == "deepseek_v4":
         exponents = torch.cat([blocks.log2() + _EXPONENT_BIAS, torch.full((len(rows), 1), 255.0)], 1).to(torch.uint8)
-        return torch.cat([numbers, rest, exponents], 1)[:, None]
-    return torch.cat([numbers, blocks.contiguous().view(torch.uint8), rest], 1)[:, None]
+        return torch.cat([numbers.view(torch.uint8), rest.contiguous().view(torch.uint8), exponents], 1)[:, None]
+    return v32_rows(numbers, blocks, rest)[:, None]
 
 
 def lists(case: Case, indptr: torch.Tensor, indices: torch.Tensor, masks: list[torch.Tensor]) -> tuple[Any, Any]:

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from latent_bytes import E4M3, LARGEST, SCALE_COLUMNS, quantised, v32_rows
 from reference import Options, attention
 
 HEADS, CKV, KPE, PAGE, SCALE = 3, 512, 64, 64, 0.05
 COLUMNS = CKV + KPE
-PACKED_BYTES = 656
 
 
 def stand_in_for_kernels() -> None:
@@ -50,13 +50,12 @@ class Pool:
         self.written: list[torch.Tensor] = []
 
     def _packed(self) -> torch.Tensor:
-        latent = self.rows[:, :CKV].float().view(-1, 4, 128)
-        scales = latent.abs().amax(-1, keepdim=True) / 448
-        stored = (latent / scales).to(torch.float8_e4m3fn)
-        parts = stored.view(-1, CKV).view(torch.uint8), scales.flatten(1).view(torch.uint8)
-        self.rows = torch.cat([(stored.float() * scales).view(-1, CKV), self.rows[:, CKV:].float()], -1)
-        turned = self.rows[:, CKV:].bfloat16().contiguous().view(torch.uint8)
-        return torch.cat([*parts, turned], -1).unsqueeze(1).view(torch.float8_e4m3fn)
+        latent, rotated = self.rows[:, :CKV].float(), self.rows[:, CKV:]
+        scales = latent.view(-1, CKV // SCALE_COLUMNS, SCALE_COLUMNS).abs().amax(-1) / LARGEST
+        stored = quantised(latent, scales)
+        factors = scales.repeat_interleave(SCALE_COLUMNS, 1)
+        self.rows = torch.cat([stored.float() * factors, rotated.float()], -1)
+        return v32_rows(stored, scales, rotated).unsqueeze(1).view(E4M3)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.cache

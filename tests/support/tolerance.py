@@ -159,9 +159,9 @@ def _from_fp16(numbers: torch.Tensor) -> torch.Tensor:
 def score_error(
     case: Case, *, fp8_products: bool = False, e4m3_scores: bool = False, approximate_tanh: bool = False
 ) -> float:
-    """Absolute error of one score in natural-log units; q and k are standard normal."""
-    scale = abs(case.score_scale) * (1.6 if case.scales else 1.0)
-    spread = scale * math.sqrt(case.head_dim)  # standard deviation of a score
+    """Absolute error of one score in natural-log units; q and k are normal, and q's standard deviation is 1."""
+    scale, squares = abs(case.score_scale) * (1.6 if case.scales else 1.0), case.key_squares
+    spread = scale * math.sqrt(sum(squares))  # standard deviation of a score
     largest = 6 * spread if not case.soft_cap else min(6 * spread, case.soft_cap)
     sums = FP8_SUMS if fp8_products else FP32
     products = SUM_SLACK * sums * math.sqrt(case.head_dim) * spread + 4 * FP32 * largest
@@ -175,7 +175,8 @@ def score_error(
     if case.position == "ALIBI" or case.variant:
         transforms += 8 * FP32 * max(case.kv_lens)  # slope times distance, added to the score
     # Squares of products of two normal numbers have mean 1 and variance 8.
-    rounded = spread * math.sqrt(1.0 + 4.0 * math.sqrt(8.0 / case.head_dim)) * _query_unit(case)
+    columns = sum(squares) ** 2 / max(sum(square * square for square in squares), 1e-30)  # that decide the score
+    rounded = spread * math.sqrt(1.0 + 4.0 * math.sqrt(8.0 / max(columns, 1.0))) * _query_unit(case)
     if case.has_uneven_scales:
         transforms += 2.0 * rounded
     if "_rotated" in case.kv_format:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import vllm_latent
 import vllm_lists
+import vllm_window_blocks
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8StaticTensorSym
 from vllm.platforms.interface import DeviceCapability
@@ -353,3 +354,4 @@ if __name__ == "__main__":
     check_another_block_table()
     vllm_latent.check()
     vllm_lists.check()
+    vllm_window_blocks.check()

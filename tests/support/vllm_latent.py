@@ -144,6 +144,7 @@ def configured(
         "parallel_config": SimpleNamespace(decode_context_parallel_size=context_ranks),
         "attention_config": SimpleNamespace(hisparse_config=hisparse),
         "compilation_config": SimpleNamespace(static_forward_context={}),
+        "cache_config": SimpleNamespace(block_size=16),
     }
     with mock.patch("vllm.config.vllm._current_vllm_config", Configuration(**parts | (others or {}))):
         yield

@@ -1,7 +1,7 @@
 """flash_mla_with_kvcache of FlashMLA.
 
 Lengths are planned on the device, once for all calls that pass one FlashMLASchedMeta and the same block table; a call
-waits for nothing and may be captured in a graph.
+waits for nothing and may be captured in a graph. torch.compile sees one operator (traced.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from ...base import checks
 from ...base.errors import CapabilityError, RunError, named
 from ...wrappers.function_plans import Tables, key_of_step
 from ...wrappers.latent_functions import LatentCall
-from . import scaled_rows, sparse
-from .metadata import FlashMLASchedMeta, take
+from ...wrappers.operators import is_traced
+from . import scaled_rows, sparse, traced
+from .metadata import FlashMLASchedMeta, check_given, take
 
 NAMES = {"seq_lens": "cache_seqlens", "block_tables": "block_table", "head_dim_ckv": "head_dim_v"}
 NAMES |= {"num_heads": "heads of q", "head_dim_kpe": "head_dim of q less head_dim_v", "q_data_type": "dtype of q"}
@@ -80,6 +81,15 @@ def flash_mla_with_kvcache(
         that sees no token has out = 0 and an LSE of -inf.
     """
     q = _four(q, "q", "[batch, rows, heads, head_dim]")
+    if is_traced():
+        check_given(tile_scheduler_metadata, num_splits)
+        return traced.call(
+            *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata.handle, softmax_scale),
+            *(causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length),
+            *(extra_topk_length, enable_batch_invariant, use_legacy, kv_format),
+            descale_q=descale_q,
+            descale_k=descale_k,
+        )
     cache = _cache(k_cache, "k_cache")
     batch, rows, heads = q.shape[:3]
     causal, is_packed = checks.flag("causal", causal, RunError), cache.element_size() == 1
@@ -140,6 +150,9 @@ def flash_mla_with_kvcache(
     out, lse = attention.run_of("basee")(call.query, call.cache, None, None, True, values, scales)
     tile_scheduler_metadata.first_used(config)
     return _unflattened(out, lse, batch, rows)
+
+
+traced.define(flash_mla_with_kvcache)
 
 
 def _unflattened(out: torch.Tensor, lse: torch.Tensor, batch: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

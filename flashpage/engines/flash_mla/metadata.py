@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ...base import checks
 from ...base.errors import CapabilityError, RunError
+from ...wrappers import operators
 
 _STEP = "flashpage_step"  # the attribute of get_mla_decoding_metadata's tensors; its value names their step
 _COLUMNS = 8  # of FlashMLA's tile_scheduler_metadata
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, FlashMLASchedMeta] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass
@@ -39,13 +46,22 @@ class FlashMLASchedMeta:
     config: Config | None = None
     tile_scheduler_metadata: torch.Tensor | None = None  # get_mla_decoding_metadata's, or None; no call writes it
     num_splits: torch.Tensor | None = None  # as tile_scheduler_metadata
-    step: object = dataclasses.field(default_factory=object, repr=False, compare=False)
+    step: int | None = dataclasses.field(default=None, init=False, repr=False, compare=False)  # None: see __post_init__
+    handle: torch.Tensor = dataclasses.field(init=False, repr=False, compare=False)  # the step as int64 [1]
+
+    def __post_init__(self) -> None:
+        if is_dynamo_compiling():  # a number would be a constant of its code, so each run of the code makes a tensor
+            self.handle = torch.ops.flashpage.flash_mla_step()
+            return
+        self.step = next(_numbers)
+        self.handle = _handle_of(self.step)
+        _by_number[self.step] = self
 
     @property
     def key(self) -> Hashable:
         """Equal for calls that may share a plan."""
         step: object = getattr(self.tile_scheduler_metadata, _STEP, self.step)
-        return step
+        return int(self.handle) if step is None else step
 
     def first_used(self, config: Config) -> None:
         """Keeps the shapes and options of the first call that ran; a refused call leaves none."""
@@ -84,6 +100,11 @@ def get_mla_decoding_metadata(
     Returns:
         int32 [1, 8] and [batch + 1], on the device of seqlens_k.
     """
+    if is_dynamo_compiling():  # without fullgraph, torch then runs this function as it is
+        raise RunError(
+            "get_mla_decoding_metadata() cannot be compiled: call it outside of torch.compile, and assign its result "
+            "to the metadata that the compiled function gets."
+        )
     lengths = checks.tensor(seqlens_k, "seqlens_k", RunError)
     if lengths.dim() != 1 or lengths.dtype != torch.int32:
         raise RunError(f"seqlens_k has shape {tuple(lengths.shape)} and dtype {lengths.dtype}: pass int32 [batch].")
@@ -96,22 +117,52 @@ def get_mla_decoding_metadata(
     checks.flag("is_fp8_kvcache", is_fp8_kvcache, RunError)
     checks.flag("use_legacy", use_legacy, RunError)
     step = object()
-    shapes = (1, _COLUMNS), (len(lengths) + 1,)
-    with torch.inference_mode(False):  # torch counts writes to such tensors everywhere
-        found = [torch.zeros(shape, dtype=torch.int32, device=lengths.device) for shape in shapes]
-    for tensor in found:
+    # torch counts writes to tensors of this mode everywhere. It would compile a comprehension where compiled code calls
+    # this function, and what compiled code returns may count as written.
+    with torch.inference_mode(False):
+        schedule = torch.zeros((1, _COLUMNS), dtype=torch.int32, device=lengths.device)
+        splits = torch.zeros((len(lengths) + 1,), dtype=torch.int32, device=lengths.device)
+    for tensor in (schedule, splits):
         setattr(tensor, _STEP, step)
-    return found[0], found[1]
+    return schedule, splits
 
 
-def take(meta: Any, num_splits: Any, config: FlashMLASchedMeta.Config) -> None:
-    """Checks the metadata: all calls that pass it have the shapes and options of the first."""
+def _handle_of(step: int) -> torch.Tensor:
+    return torch.from_numpy(np.array([step], np.int64))  # in a third of torch.tensor's time
+
+
+def of_handle(handle: torch.Tensor) -> FlashMLASchedMeta:
+    """The metadata with this handle; for one that compiled code made, or that is gone, one with an equal key."""
+    found = _by_number.get(number := int(handle))
+    if found is None:
+        found = FlashMLASchedMeta()
+        found.step = number
+    return found
+
+
+operators.define(
+    "flash_mla_step",
+    "() -> Tensor",
+    lambda: _handle_of(next(_numbers)),
+    lambda: torch.empty(1, dtype=torch.int64, device="cpu"),
+    tags=(torch.Tag.nondeterministic_seeded,),  # two calls have different results
+    keys=("CompositeExplicitAutograd",),
+)
+
+
+def check_given(meta: Any, num_splits: Any) -> None:
+    """Refuses what is no metadata of get_mla_metadata."""
     if not isinstance(meta, FlashMLASchedMeta):
         raise RunError(f"tile_scheduler_metadata={checks.shown(meta)}: pass the first result of get_mla_metadata().")
     if num_splits is not None:
         raise RunError(
             f"num_splits is {checks.shown(num_splits)}: leave it None, as the plan says where requests are cut."
         )
+
+
+def take(meta: Any, num_splits: Any, config: FlashMLASchedMeta.Config) -> None:
+    """Checks the metadata: all calls that pass it have the shapes and options of the first."""
+    check_given(meta, num_splits)
     _check_assigned(meta, config.b)
     if meta.config is not None and meta.config != config:
         differ = (f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(meta.config, f.name))

@@ -19,7 +19,6 @@ from ...wrappers.function_plans import Tables, plan_of
 from ...wrappers.latent_sparse import SELECTED, SelectedAttention, check_entries, check_slots
 from ...wrappers.lse_mode import LN_2
 from ...wrappers.merge import merge_state_in_place
-from ...wrappers.operators import is_traced
 from ...wrappers.plan_arguments import LatentArguments
 from ...wrappers.two_lists import second_of
 
@@ -57,7 +56,7 @@ class Lists(NamedTuple):
         row_format = _row_format(self.cache)
         if row_format is None or row_format != _row_format(others.cache):
             return False
-        return has_two_caches(row_format) and not is_traced()
+        return has_two_caches(row_format)
 
 
 class SparseCall(NamedTuple):

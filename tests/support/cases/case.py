@@ -38,8 +38,11 @@ class Case:
         0  # selected, deepseek_v4: the later part of a list is of a second cache with such pages; 0: none
     )
     # latent rows in fp8: numbers | tensors | tokens (their scales), deepseek_v32, deepseek_v4; + "-uneven": scales that
-    # are no powers of two
+    # are no powers of two, "-decades": from 0.01 to 1
     row_format: str = ""
+    # latent rows: standard deviations of ckv and kpe, which e4m3 stores over its whole range; zeros: all rows are 0.
+    # None: the deviations of stored numbers are 1
+    deviations: tuple[float, float] | None = None
     page_size: int = 16
     kv_layout: str = "NHD"
     cache: str = "tuple"  # tests/support/caches.py, FORMS
@@ -82,12 +85,22 @@ class Case:
     @property
     def packed_format(self) -> str:
         """kv_row_format of latent rows that hold their scales."""
-        name = self.row_format.removesuffix("-uneven")
+        name = self.row_format.partition("-")[0]
         return name if name in latent_formats.PACKED else ""
 
     @property
     def has_uneven_scales(self) -> bool:
-        return self.row_format.endswith("-uneven") or "_token" in self.kv_format
+        found = latent_formats.packed(self.packed_format)
+        has_powers = found is not None and found.by_page  # scales after a page's rows are powers of two
+        return ("-" in self.row_format and not has_powers) or "_token" in self.kv_format
+
+    @property
+    def key_squares(self) -> tuple[float, ...]:
+        """The expected square of each element of a key, or an upper bound."""
+        if self.deviations is None:
+            return (1.0,) * self.head_dim
+        ckv, kpe = self.deviations
+        return (ckv**2,) * self.value_dim + (kpe**2,) * (self.head_dim - self.value_dim)
 
     @property
     def out_type(self) -> str:

@@ -123,6 +123,47 @@ def _flashinfer_rows() -> list[Case]:
     ]
 
 
+def _drawn_rows() -> list[Case]:
+    """Rows of other sizes than one, as in FlashInfer's tests of fp8 rows: small scales, zeros, and a tail that decides
+    which tokens have weight."""
+    e4m3 = {"kv_dtype": "float8_e4m3fn"}
+    numbers: dict[str, Any] = {"row_format": "numbers", "page_size": 64, "num_q_heads": 64, **e4m3}
+    tensors, tokens = {"row_format": "tensors", **e4m3}, {"row_format": "tokens", **e4m3}
+    v32: dict[str, Any] = {"row_format": "deepseek_v32"}
+    v4: dict[str, Any] = {"row_format": "deepseek_v4", "head_dim": 512}
+    small, listed = ((1, 2), (130, 70)), {"selected": "padded", "page_size": 64}
+    faint, zeros, tail = (0.01, 0.01), (0.0, 0.0), (0.05, 4.0)
+    return [
+        latent_case(
+            "fp8-faint", "the whole range of e4m3 times 2^-12", *small, deviations=faint, sm_scale=7.2, **numbers
+        ),
+        latent_case("fp8-faint-ckv", "a tail that decides the scores", *small, deviations=(0.01, 1.0), **numbers),
+        latent_case("fp8-faint-kpe", "a faint tail", *small, deviations=(1.0, 0.01), **tensors),
+        latent_case("fp8-decades", "scales of 0.01 to 1", *small, **tokens | {"row_format": "tokens-decades"}),
+        latent_case("v32-decades", "scales of 0.01 to 1", *small, row_format="deepseek_v32-decades"),
+        latent_case(
+            "v32-range",
+            "the same, and the whole range",
+            *small,
+            row_format="deepseek_v32-decades",
+            deviations=(1.0, 1.0),
+        ),
+        latent_case("v4-decades", "scales of 2^-7 to 1", *small, **v4 | {"row_format": "deepseek_v4-decades"}),
+        latent_case(
+            "fp8-zeros", "128 heads, rows of zeros", *small, deviations=zeros, **numbers | {"num_q_heads": 128}
+        ),
+        latent_case("fp8-zeros-tokens", "rows of zeros, scales of tokens", *small, deviations=zeros, **tokens),
+        latent_case("v32-zeros", "rows of zeros", *small, deviations=zeros, **v32),
+        latent_case("v4-zeros", "rows of zeros", *small, deviations=zeros, **v4),
+        latent_case("selected-zeros", "lists of rows of zeros", *small, deviations=zeros, **v32, **listed),
+        latent_case("tail", "the tail decides the scores", *small, deviations=tail),
+        latent_case("fp8-tail", "the tail decides the scores", *small, deviations=tail, **numbers),
+        latent_case("fp8-tail-tokens", "16 heads, scales of tokens", *small, deviations=tail, **tokens),
+        latent_case("v32-tail", "a tail in bf16", *small, deviations=tail, **v32),
+        latent_case("selected-tail", "a tail in bf16", *small, deviations=tail, **v32, **listed),
+    ]
+
+
 def rows() -> list[Case]:
     edges, ones = TILE_EDGES, (1,) * len(TILE_EDGES)
     return [
@@ -188,5 +229,6 @@ def rows() -> list[Case]:
         *_fp8_rows(),
         *_selected_rows(),
         *_flashinfer_rows(),
+        *_drawn_rows(),
         latent_case("512-0-packed", "the same in one tensor", (1, 5), (90, 130), head_dim=512, cache="interleaved"),
     ]
