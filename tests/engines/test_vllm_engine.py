@@ -283,18 +283,22 @@ def test_cross_attention(folder: Path) -> None:
     assert found["tokens"] == encoder_models.expected_transcripts(whisper, NEW_TOKENS, prompts)
 
 
-def test_images(folder: Path) -> None:
+@pytest.mark.parametrize("name", [CPU.name, *TREES])
+def test_images(name: str, folder: Path) -> None:
     """A PaliGemma 2, in which the tokens of an image see each other in both directions, in layers with windows and
     without. vLLM's own attention for the CPU hides the later ones."""
-    needs(CPU)
-    paligemma = image_models.write_paligemma(folder / "paligemma")
-    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    needs(get_vllm.ENGINES / name)
+    paligemma = image_models.write_paligemma(folder / f"paligemma-{name}")
+    entries = entry_points(folder) if name == CPU.name else on_cpu(folder)
+    given = environment(folder, get_vllm.ENGINES / name, entries, FLASHPAGE_VLLM="on")
     own = {"skip_tokenizer_init": False, "disable_chunked_mm_input": True}  # as vLLM sets it on cards
+    own |= {"compilation_config": {"mode": 0, "custom_ops": ["none"]}}
     model = {"model": str(paligemma), "answer": "see", "prompts": image_models.questions()}
     (found,) = answers(folder, [model], given, **own)
+    scale = image_models.scale_of(name.removeprefix("vllm-"))
     assert found["attention"] == [OURS]
-    assert found["tokens"] == image_models.expected_tokens(paligemma, NEW_TOKENS)
-    assert found["tokens"] != image_models.expected_tokens(paligemma, NEW_TOKENS, is_causal=True)
+    assert found["tokens"] == image_models.expected_tokens(paligemma, NEW_TOKENS, scale=scale)
+    assert found["tokens"] != image_models.expected_tokens(paligemma, NEW_TOKENS, is_causal=True, scale=scale)
 
 
 def test_batch_invariance(folder: Path, models: dict[str, Path]) -> None:
