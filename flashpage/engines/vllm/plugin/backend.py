@@ -10,7 +10,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
 from ...plugin.versions import warn_if_untested
-from . import image_ranges, support, window_blocks
+from . import image_ranges, support
 
 warn_if_untested("vllm", vllm.__version__)
 
@@ -50,10 +50,6 @@ class FlashpageBackend(support.Answers, AttentionBackend):
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
         return support.stride_order(get_kv_cache_layout(), include_num_layers_dimension)
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [*window_blocks.sizes(), *support.Answers.get_supported_kernel_block_sizes()]
 
     # ---------------------------------------------------------------- what is supported
 

@@ -67,12 +67,12 @@ class FlashpageImpl(AttentionImpl):
         if refused is not None:
             raise NotImplementedError(refused)
         fusion.prepare(config)
-        window_blocks.prepare()
         self._is_fp8 = kv_cache_dtype in cache_layout.FP8
         self._writes_e4m3 = not self.is_encoder and output_quant.is_served(config, self.dcp_world_size)
         self._halves: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        window_blocks.give(self)
         if self.sinks is not None and self.sinks.dtype != torch.float32:
             self.sinks = self.sinks.to(torch.float32)
 
