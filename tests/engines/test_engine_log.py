@@ -15,7 +15,7 @@ def traceback(prefix: str, error: str) -> list[str]:
 def test_the_first_error_is_shown_next_to_the_end(prefix: str) -> None:
     first = traceback(prefix, "ValueError: Mismatch in `image` token count\nof a text")
     second = traceback(prefix, "ValueError: Failed to apply PaliGemmaProcessor")
-    before = 'WARNING [cpu.py:440] Failed to import: ModuleNotFoundError("No module named \'vllm._C\'")'
+    before = "WARNING [cpu.py:440] Failed to import: ModuleNotFoundError(\"No module named 'vllm._C'\")"
     shown = in_short("\n".join([before, *first, f"{prefix}The above exception was the direct cause:", *second]))
     assert shown.startswith("its first error:") and shown.endswith("Failed to apply PaliGemmaProcessor")
     error, _, end = shown.partition("the end of its log:")
