@@ -1,4 +1,4 @@
-"""What the log of an engine that failed says: its first error, from which the later ones follow, and its end."""
+"""Excerpts of the log of an engine that failed: its first error, from which the later ones follow, and its end."""
 
 from __future__ import annotations
 

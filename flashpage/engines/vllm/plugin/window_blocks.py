@@ -4,8 +4,8 @@ This version gives such a layer the smallest block that its backend supports, wh
 also has layers without a window, vLLM enlarges these blocks to those of the other layers. If it has none, the blocks
 would stay at one token, whatever --block-size says. Later versions give the layer the blocks of the others.
 
-vLLM asks the backend's class, and has no current configuration then. So the layers of an engine have a class that knows
-the engine.
+vLLM calls a method of the backend's class, and has no current configuration then. So the layers of an engine have a
+class that knows the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def give(impl: Any) -> None:
 
 
 def _are_needed() -> bool:
-    """Later versions of vLLM tell the backend which layer they ask for."""
+    """Later versions of vLLM pass the layer's needs to that method."""
     from vllm.v1.attention.backend import AttentionBackend
 
     return not inspect.signature(AttentionBackend.get_supported_kernel_block_sizes).parameters
