@@ -61,6 +61,7 @@ SERVED: list[dict[str, Any]] = [
     {"use_non_causal": True},
     {"use_batch_invariant": True},
     {"use_mm_prefix": True},
+    {"use_rswa": True},
     {"use_mm_prefix": True, "has_sliding_window": True, "head_size": 256, "kv_cache_dtype": "fp8"},
     {"attn_type": "encoder_only"},
     {"attn_type": "encoder_decoder"},

@@ -14,7 +14,7 @@ from ....run.checks import NO_SCALES
 from ...plugin.layers import LayerOptions
 from ...plugin.parts import LayerTensors
 from .. import cache_layout, rotate
-from . import cache, causal_flags, fusion, image_ranges, output_quant, window_blocks
+from . import cache, causal_flags, fusion, image_ranges, output_quant, reference_windows, window_blocks
 from .step import Step
 
 
@@ -61,8 +61,11 @@ class FlashpageImpl(AttentionImpl):
             is_encoder=self.is_encoder,
         )
         config = get_current_vllm_config()
-        refused = causal_flags.refusal(config, self.options, self.dcp_world_size) or image_ranges.refusal(
-            config, self.options, self.dcp_world_size, envs.VLLM_BATCH_INVARIANT
+        ranks, is_invariant = self.dcp_world_size, envs.VLLM_BATCH_INVARIANT
+        refused = (
+            causal_flags.refusal(config, self.options, ranks)
+            or image_ranges.refusal(config, self.options, ranks, is_invariant)
+            or reference_windows.refusal(config, self.options, is_invariant)
         )
         if refused is not None:
             raise NotImplementedError(refused)
