@@ -21,6 +21,7 @@ def prepare(setup: dict[str, Any]) -> Counter[str]:
     found = Counter[str]()
     if setup["model"] == "paligemma":
         leave_out_pixtral()
+        os.environ.setdefault("VLLM_MM_HASHER_ALGORITHM", "sha256")  # vLLM's usual one is a package of its own
     if setup.get("cascade"):
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # which has no cascades
         _force_cascades(found)
