@@ -96,8 +96,10 @@ def _compare_request(
         if bool(wrong.any()):
             raise Mismatch(_describe(case, request, name, wrong, share, out, lse, state))
     narrow = has_16_bits(out, state.out) if case.out_type == "float32" else torch.zeros(out.shape[:2], dtype=torch.bool)
-    if case.has_uneven_scales:
-        narrow &= ~sees_one_token(state)  # whose value was rounded to q's type as it was read
+    if case.row_format or case.kv_type.startswith(("float8", "uint8")):
+        # The value of one token may have been rounded to q's type as it was read. Its elements have few bits, so that
+        # many of them are one number, and have few bits together when they are multiplied.
+        narrow &= ~sees_one_token(state)
     if bool(narrow.any()):
         row, head = (int(i) for i in narrow.nonzero()[0])
         raise Mismatch(f"{case}: fp32 outputs of request {request} at row {row}, head {head} were rounded to 16 bits")
