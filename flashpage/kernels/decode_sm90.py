@@ -13,6 +13,7 @@ import itertools
 
 from . import kv_formats, prefill_sm90
 from .ahead import BF16, BYTES, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
+from .devices import H200
 from .kernel import (
     FP8,
     HALF,
@@ -151,6 +152,15 @@ def _wide_rows(work: Work) -> str | None:
     return f"{work.packed_rows} packed rows with head_dim_vo {options.head_dim_vo} are faster with prefill_sm90"
 
 
+def _short_ring(work: Work) -> str | None:
+    """Leaves Blackwell 12.x to attention_sm80, which was faster than this kernel with a ring that fits
+    (docs/tried.md)."""
+    card = work.card
+    if card.shared_bytes >= H200.shared_bytes or "bulk copies" not in card.abilities:
+        return None
+    return f"with {card.shared_bytes >> 10} KiB of shared memory a CTA its ring is short, and attention_sm80 is faster"
+
+
 def _slots_fit(work: Work, slots: int = 8) -> bool:
     return slots * _slot_tokens(work) * _token_bytes(work) <= RING_BYTES
 
@@ -282,6 +292,7 @@ KERNEL = AttentionKernel(
     most_packed_rows=MOST_PACKED_ROWS,
     accepts=(
         ability("bulk copies"),
+        _short_ring,
         no_latent_rows,
         _formats,
         *dtypes(q=HALF + FP8, out=NARROW),
