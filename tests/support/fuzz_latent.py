@@ -16,7 +16,7 @@ from comparison import Outputs, compare
 from fuzz import Format, lengths
 from fuzz_graphs import CapturedRuns
 from fuzz_wrappers import small, workspace
-from harness import run_case
+from harness import WORKSPACE_BYTES, run_case
 from hypothesis import strategies as st
 from inputs import Inputs, make_inputs
 from latent_rows import arrange, halves, lists, shape_of
@@ -107,8 +107,17 @@ def latents(draw: st.DrawFn, chosen: list[Format]) -> LatentRow:
     # Pieces of two pages of many heads would need a larger workspace than the harness has.
     options["fixed_split_size"] = draw(st.sampled_from([0, 0, 2])) if heads <= 20 else 0
     options["disable_split_kv"] = not options["fixed_split_size"] and draw(st.booleans())
-    batch = draw(st.sampled_from([name for name in latent_runs.FORMS if name != "on_device" or not options["mask"]]))
-    return LatentRow(Case("fuzz", "drawn", kv_lens, q_lens, "latent", **options, **form, **_memory(draw, form)), batch)
+    case = Case("fuzz", "drawn", kv_lens, q_lens, "latent", **options, **form, **_memory(draw, form))
+    is_on_host = options["mask"] or (case.fixed_split_size and _most_partials(case) > WORKSPACE_BYTES["cpu"])
+    batch = draw(st.sampled_from([name for name in latent_runs.FORMS if name != "on_device" or not is_on_host]))
+    return LatentRow(case, batch)
+
+
+def _most_partials(case: Case) -> int:
+    """Bytes of partial results, if each request has the most rows and tokens, as a plan on the device takes it."""
+    rows = len(case.q_lens) * max(case.q_lens) * case.num_q_heads
+    pieces = -(-max(case.kv_lens) // (case.fixed_split_size * case.page_size))
+    return rows * pieces * (case.value_dim + 1) * 4
 
 
 # ---------------------------------------------------------------- two caches in one softmax
