@@ -84,9 +84,9 @@ def flash_mla_with_kvcache(
     if is_traced():
         check_given(tile_scheduler_metadata, num_splits)
         return traced.call(
-            *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata.handle, softmax_scale),
-            *(causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length),
-            *(extra_topk_length, enable_batch_invariant, use_legacy, kv_format),
+            *(q, k_cache, block_table, cache_seqlens, head_dim_v, traced.handle_of(tile_scheduler_metadata)),
+            *(softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
+            *(topk_length, extra_topk_length, enable_batch_invariant, use_legacy, kv_format),
             descale_q=descale_q,
             descale_k=descale_k,
         )
