@@ -97,6 +97,29 @@ KEPT: list[Any] = [
         ),
         name="one-token-sink",
     ),
+    # The same, where the weights of two tokens are equal in bf16.
+    fuzz_latent.LatentRow(
+        Case(
+            *(
+                "fuzz",
+                "fp32 outputs over e4m3 rows, two tokens",
+                (31, 60, 88, 16, 0),
+                (1, 8, 17, 33, 4),
+                "latent",
+                40,
+                1,
+            ),
+            *(576, 512),
+            kv_dtype="float8_e4m3fn",
+            o_dtype="float32",
+            row_format="tensors",
+            page_size=1,
+            cache="interleaved",
+            causal=True,
+            sm_scale=192**-0.5,
+        ),
+        name="two-tokens-out",
+    ),
 ]
 
 
