@@ -235,7 +235,12 @@ def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
     """Returns the tensor if it is dense, has values and requires no gradient."""
     if not isinstance(value, torch.Tensor):
         raise error(f"{name}={shown(value)} is not a tensor: pass a torch.Tensor.")
-    if is_dynamo_compiling():  # the operator's implementation checks the values
+    if value.requires_grad and torch.is_grad_enabled():
+        raise error(
+            f"{name} requires grad, but the output has no gradient. "
+            f"Call this under torch.no_grad(), or pass {name}.detach()."
+        )
+    if is_dynamo_compiling():  # the operator's implementation checks the rest
         return value
     if value.layout is not torch.strided:
         raise error(f"{name} has layout {value.layout}: pass a dense tensor, such as {name}.to_dense().")
@@ -245,11 +250,6 @@ def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
         raise error(f"{name} has elements but its storage was resized to 0: pass a tensor that has memory.")
     if value.is_meta:
         raise error(f"{name} is on meta, which has no values: pass a tensor on the CPU or on a CUDA device.")
-    if value.requires_grad and torch.is_grad_enabled():
-        raise error(
-            f"{name} requires grad, but the output has no gradient. "
-            f"Call this under torch.no_grad(), or pass {name}.detach()."
-        )
     is_plain = value.__class__ is torch.Tensor or torch._C._len_torch_dispatch_stack()
     if not is_plain and tensor_memory.waited(value) is value:
         tensor_memory.address(value, name, error)

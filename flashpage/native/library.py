@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
+import weakref
+from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
+
+from torch.compiler import is_dynamo_compiling
 
 from ..base import env, paths
 from ..base.errors import DeviceError, FlashpageError, PlanError
@@ -167,6 +171,14 @@ def check_handle(handle: int | None) -> int:
     if not handle:
         raise DeviceError(last_error())
     return handle
+
+
+def destroy_with(owner: object, destroy: Callable[[int], None], handle: int) -> None:
+    """Destroys the handle once its owner is gone, but not at the process' end, which frees it; by then the device may
+    be gone."""
+    if is_dynamo_compiling():  # the code that torch traces from here on would be for this number of finalizers alone
+        raise FlashpageError("torch.compile cannot trace plans, and runs them as they are without fullgraph=True.")
+    weakref.finalize(owner, destroy, handle).atexit = False
 
 
 def make_fast_div(divisor: int) -> structs.FastDiv:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ class CopyRing:
         library = native.load()
         self._copy = library.fp_slots_copy
         self.handle = native.check_handle(library.fp_slots_create(device_index, slot_bytes))
-        weakref.finalize(self, library.fp_slots_destroy, self.handle).atexit = False
+        native.destroy_with(self, library.fp_slots_destroy, self.handle)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, stream: int) -> None:
         """Copies contiguous tensors of one type; `source` may be the shorter one."""
@@ -53,8 +52,7 @@ class PlanBuffer:
         self._handle = native.check_handle(library.fp_slots_create(device_index, _STAGING_BYTES))
         self._outgrown: list[torch.Tensor] = []  # graphs may read them (base/memory.py)
         self.is_used = False  # since it got its memory
-        # The process' end frees it; by then the device may be gone.
-        weakref.finalize(self, library.fp_slots_destroy, self._handle).atexit = False
+        native.destroy_with(self, library.fp_slots_destroy, self._handle)
         self.attach(call, memory)
 
     def attach(self, call: native.PlanCall, memory: torch.Tensor | None = None) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import native
@@ -68,7 +67,7 @@ class Fork:
             return None
         library = native.load()
         handle: int = native.check_handle(library.fp_fork_create(self._device_index))
-        weakref.finalize(self, library.fp_fork_destroy, handle).atexit = False
+        native.destroy_with(self, library.fp_fork_destroy, handle)
         return handle
 
 

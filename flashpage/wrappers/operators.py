@@ -121,6 +121,8 @@ def run(
     name = f"run_{wrapper.options.kv_source}{'_captured' if wrapper.is_graph else ''}"
     operator = getattr(torch.ops.flashpage, name)
     parts = [part for part in cache if part is not None] if isinstance(cache, tuple) else [cache]
+    for given, tensor in (("q", q), *(("paged_kv_cache", part) for part in parts)):
+        checks.tensor(tensor, given, RunError)  # compiled code passes tensors that require no gradient
     of_inputs = (*numbers[:3], *arrays[:3])
     operator(wrapper.handle, q, parts, out, lse, *values, *of_inputs, sinks, enable_pdl, numbers[3], arrays[3], indices)
     return (out, lse) if return_lse else out

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashpage import RunError
@@ -223,10 +224,13 @@ def test_metadata_that_is_kept(plans: list[str]) -> None:
         ({"attn_sink": torch.zeros(HEADS)}, "attn_sink=.* is not supported: it belongs to sparse attention"),
         ({"head_dim_v": 0}, "head_dim_v=0"),
         ({"softmax_scale": float("nan")}, "softmax_scale=nan"),
+        ({"q": dense()["q"].requires_grad_()}, "q requires grad, but the output has no gradient"),
+        ({"k_cache": dense()["k_cache"].requires_grad_()}, "k_cache requires grad"),
+        (in_e4m3(-1.0), "descale_k=-1.0 cannot be used"),
         ({"num_splits": torch.zeros(3).int()}, "num_splits is .*: leave it None"),
         ({"tile_scheduler_metadata": None}, "tile_scheduler_metadata=None: pass the first result of get_mla_metadata"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
 )
 def test_refused(change: dict[str, Any], says: str) -> None:
     """With the errors of calls that are not compiled."""
@@ -256,3 +260,12 @@ def test_a_dispatch_mode_sees_the_operator() -> None:
         found = layer(given)
     check(found, given)
     assert seen.count("flashpage.flash_mla_with_kvcache.default") == 1
+
+
+def test_fake_tensors() -> None:
+    """The metadata was made before, outside of their mode."""
+    given = dense()
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
+        found = flash_mla_with_kvcache(**fake)
+    assert [(tensor.shape, tensor.dtype) for tensor in found] == [(t.shape, t.dtype) for t in layer(given)]

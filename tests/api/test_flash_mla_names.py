@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -138,6 +140,18 @@ def test_metadata_of_a_step_that_begins_later(planned: list[bool]) -> None:
     meta.tile_scheduler_metadata.copy_(meta.tile_scheduler_metadata.clone())  # of the same step, as far as can be seen
     with pytest.raises(RunError, match="^tile_scheduler_metadata of the metadata was written"):
         flash_mla.flash_mla_with_kvcache(**given)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda meta: pickle.loads(pickle.dumps(meta))])
+def test_copies_of_metadata(copied: Any) -> None:
+    """The first call of each copy plans, unless a call has used what was copied."""
+    given = dense()
+    meta = given["tile_scheduler_metadata"]
+    assert len({meta.key, copied(meta).key, copied(meta).key}) == 3
+    expected = flash_mla.flash_mla_with_kvcache(**given)[0]
+    used = copied(meta)
+    assert used == meta and used.key == meta.key
+    assert torch.equal(flash_mla.flash_mla_with_kvcache(**given | {"tile_scheduler_metadata": used})[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,13 @@ def test_decode(given: dict[str, Any]) -> None:
         given["indices"] = given["indices"].flip(0).contiguous()
 
 
+def test_lengths_of_requests_do_not_matter(given: dict[str, Any]) -> None:
+    """Engines pass some block table and lengths next to lists."""
+    out, _ = flash_mla_with_kvcache(**given)
+    given |= {"block_table": torch.full((1, 1), 999), "cache_seqlens": torch.zeros(1)}
+    assert torch.equal(flash_mla_with_kvcache(**given)[0], out)
+
+
 @pytest.mark.usefixtures("on_the_device")
 def test_lengths_and_another_cache(given: dict[str, Any]) -> None:
     extra = numbers(4, PAGE, 1, CKV + KPE)

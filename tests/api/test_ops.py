@@ -130,6 +130,34 @@ def test_a_compiled_run_of_fp8_queries_knows_its_outputs_type(q: torch.Tensor, c
     assert found.dtype == torch.bfloat16 and torch.equal(found, step(q))
 
 
+@pytest.mark.parametrize("which", ["q", "cache"])
+def test_compiled_runs_refuse_tensors_that_require_grad(q: torch.Tensor, cache: torch.Tensor, which: str) -> None:
+    """As eager ones do; compiled code itself passes tensors that require none."""
+    torch._dynamo.reset()
+    wrapper = decode_wrapper()
+    compiled = torch.compile(lambda: wrapper.run(q, cache) * 2, backend="aot_eager")
+    given = {"q": q, "cache": cache}[which].requires_grad_()
+    with pytest.raises(flashpage.RunError, match="requires grad, but the output has no gradient"):
+        compiled()
+    with torch.no_grad():
+        assert not compiled().requires_grad
+    given.requires_grad_(False)
+    v = torch.randn(5, HEADS, DIM, requires_grad=True)
+    with pytest.raises(flashpage.RunError, match="^v_a requires grad"):
+        torch.compile(flashpage.merge_state, backend="aot_eager")(v, q.new_zeros(5, HEADS), v, q.new_zeros(5, HEADS))
+
+
+def test_compiled_code_may_make_a_wrapper_and_plan(q: torch.Tensor, cache: torch.Tensor) -> None:
+    """Nothing was planned before, so that this makes what the wrapper frees when it is gone."""
+    torch._dynamo.reset()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return decode_wrapper().run(x * 2, cache) + 1
+
+    found = torch.compile(step, backend="aot_eager")(q)
+    assert torch.equal(found, step(q))
+
+
 def test_compiled_functions() -> None:
     v, s = torch.randn(5, 3, HEADS, DIM), torch.randn(5, 3, HEADS)
     torch._dynamo.reset()

@@ -1,9 +1,11 @@
-"""The CPU backend compared with torch's scaled_dot_product_attention: equal values and threads, timed alternately.
+"""The CPU backend compared with torch: equal values and threads, timed alternately.
 
-Torch gets its best layout, contiguous [batch, heads, tokens, head_dim], with grouped heads and with repeated ones; the
-faster one counts. flashpage reads shuffled pages of 16 tokens (decode) or ragged rows (prefill). Latent rows (MLA) are
-keys of one head, and their first columns are the values. The floor is the larger of two times: flops at the measured
-rate of multiplications, and bytes at the measured rate of reads from memory.
+Torch gets its best layout, contiguous [batch, heads, tokens, head_dim]. The fastest of three calls counts:
+scaled_dot_product_attention with grouped heads and with repeated ones, and two matrix products for each KV head with a
+softmax between them, whose rows are those of all query heads of the group. flashpage reads shuffled pages of 16 tokens
+(decode) or ragged rows (prefill). Latent rows (MLA) are keys of one head, and their first columns are the values. The
+floor is the larger of two times: flops at the measured rate of multiplications, and bytes at the measured rate of reads
+from memory.
 Exit status 1 if torch is faster, or if flashpage's error is more than twice torch's.
 """
 
@@ -73,6 +75,7 @@ CASES = [
         ("decode 16 x 2k", (16, 1, 2048), {}),
         ("causal prefill 1 x 1k", (1, 1024, 1024), {}),
         ("latent decode 4 x 2k", (4, 1, 2048), LATENT),
+        ("latent decode 4 x 2k, 128 heads", (4, 1, 2048), LATENT | {"num_q_heads": 128}),
     )
     for dtype in (torch.float32, torch.bfloat16)
 ]
@@ -124,7 +127,23 @@ def torch_calls(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     return [
         lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True),
         lambda: scaled_dot_product_attention(q, *repeated, is_causal=causal),
+        products(case, q, k, v),
     ]
+
+
+def products(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Attention by matrix products whose rows are those of all query heads of a KV head."""
+    rows = q.reshape(case.batch, case.num_kv_heads, case.group * case.q_len, case.head_dim)
+    seen = torch.ones(case.q_len, case.kv_len, dtype=torch.bool).tril(case.kv_len - case.q_len)
+    hidden = ~seen.repeat(case.group, 1) if case.q_len > 1 else None
+
+    def call() -> torch.Tensor:
+        scores = (rows @ k.transpose(-1, -2)).float().mul_(case.head_dim**-0.5)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        return (scores.softmax(-1).to(case.dtype) @ v).view(case.batch, case.num_q_heads, case.q_len, -1)
+
+    return call
 
 
 def times_ms(calls: list[Callable[[], torch.Tensor]], repeats: int) -> list[list[float]]:
@@ -173,8 +192,9 @@ def main() -> int:
     print(f"{threads} threads, {host_target().name}: ", end="")
     print(f"{flops[torch.float32] / 1e9:.0f} Gflop/s in fp32, {flops[torch.bfloat16] / 1e9:.0f} in bf16, ", end="")
     print(f"{bandwidth / 1e9:.0f} GB/s read; medians of {repeats}")
-    print("| case | type | floor ms | flashpage ms | torch ms | torch, repeated ms | speedup | error over torch's |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    columns = "case", "type", "floor ms", "flashpage ms", "torch ms", "torch, repeated ms", "torch, products ms"
+    print(f"| {' | '.join((*columns, 'speedup'))} | error over torch's |")
+    print(f"{'|---' * 9}|", flush=True)
     passed = True
     for case in CASES:
         generator = torch.Generator().manual_seed(0)

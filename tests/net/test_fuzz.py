@@ -80,6 +80,46 @@ KEPT: list[Any] = [
         ),
         name="one-token-out",
     ),
+    # As before, with a sink: products of the token's weight and one of e4m3's eight significands have few bits. Numbers
+    # are drawn by the case's name.
+    fuzz_latent.LatentRow(
+        Case(
+            *("fuzz", "fp32 outputs over e4m3 rows, a token and a sink", (0, 2), (0, 64), "latent", 24, 1),
+            *(192, 128),
+            kv_dtype="float8_e4m3fn",
+            o_dtype="float32",
+            row_format="numbers",
+            selected="padded",
+            page_size=1,
+            cache="interleaved",
+            sm_scale=192**-0.5,
+            sinks=True,
+        ),
+        name="one-token-sink",
+    ),
+    # The same, where the weights of two tokens are equal in bf16.
+    fuzz_latent.LatentRow(
+        Case(
+            *(
+                "fuzz",
+                "fp32 outputs over e4m3 rows, two tokens",
+                (31, 60, 88, 16, 0),
+                (1, 8, 17, 33, 4),
+                "latent",
+                40,
+                1,
+            ),
+            *(576, 512),
+            kv_dtype="float8_e4m3fn",
+            o_dtype="float32",
+            row_format="tensors",
+            page_size=1,
+            cache="interleaved",
+            causal=True,
+            sm_scale=192**-0.5,
+        ),
+        name="two-tokens-out",
+    ),
 ]
 
 

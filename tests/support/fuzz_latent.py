@@ -16,7 +16,7 @@ from comparison import Outputs, compare
 from fuzz import Format, lengths
 from fuzz_graphs import CapturedRuns
 from fuzz_wrappers import small, workspace
-from harness import run_case
+from harness import WORKSPACE_BYTES, run_case
 from hypothesis import strategies as st
 from inputs import Inputs, make_inputs
 from latent_rows import arrange, halves, lists, shape_of
@@ -104,11 +104,21 @@ def latents(draw: st.DrawFn, chosen: list[Format]) -> LatentRow:
     options["outputs"] = draw(st.sampled_from(["given", "strided", "returned", "no_lse"]))
     options["lse_mode"] = draw(st.sampled_from(["base2", "base2", "basee"]))
     options["sm_scale"] = draw(st.sampled_from([192**-0.5, None, 0.2]))
-    # Pieces of two pages of many heads would need a larger workspace than the harness has.
-    options["fixed_split_size"] = draw(st.sampled_from([0, 0, 2])) if heads <= 20 else 0
+    options["fixed_split_size"] = draw(st.sampled_from([0, 0, 2]))
     options["disable_split_kv"] = not options["fixed_split_size"] and draw(st.booleans())
+    case = Case("fuzz", "drawn", kv_lens, q_lens, "latent", **options, **form, **_memory(draw, form))
+    if _most_partials(case) > WORKSPACE_BYTES["cpu"]:
+        case = dataclasses.replace(case, fixed_split_size=0)
     batch = draw(st.sampled_from([name for name in latent_runs.FORMS if name != "on_device" or not options["mask"]]))
-    return LatentRow(Case("fuzz", "drawn", kv_lens, q_lens, "latent", **options, **form, **_memory(draw, form)), batch)
+    return LatentRow(case, batch)
+
+
+def _most_partials(case: Case) -> int:
+    """Bytes of partial results of a fixed split, if each request has the most rows and tokens, as plans on the device
+    take it; pieces are as long as a tile of tokens, whatever the split."""
+    rows = len(case.q_lens) * max(case.q_lens) * case.num_q_heads
+    pieces = -(-max(case.kv_lens) // 32)
+    return rows * pieces * (case.value_dim + 1) * 4
 
 
 # ---------------------------------------------------------------- two caches in one softmax

@@ -145,9 +145,12 @@ def has_16_bits(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (counts.sum(-1) >= 16) & (16 * rounded.sum(-1) >= counts.sum(-1))
 
 
-def sees_one_token(expected: State) -> torch.Tensor:
-    """Which rows are the value of one token, [rows, num_q_heads]: only there a sum's parts are as large as the sum."""
-    return ((expected.spread - expected.out.abs()).abs() <= 1e-9 * expected.spread).all(-1)
+def sees_few_tokens(expected: State) -> torch.Tensor:
+    """Which rows are a sum of at most two tokens' values, [rows, num_q_heads]: only there a + b, whose squares have the
+    sum c, is the root of c + 2 a b, for all columns."""
+    squares, products = expected.spread.square(), expected.magnitude.square()
+    difference = (expected.out.square() - squares).abs() - (products - squares)
+    return (difference.abs() <= 1e-9 * squares).all(-1)
 
 
 def _from_fp16(numbers: torch.Tensor) -> torch.Tensor:

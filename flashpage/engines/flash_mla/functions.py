@@ -58,8 +58,8 @@ def flash_mla_with_kvcache(
         k_cache: [pages, page_size, 1, head_dim], pages of any size; its first head_dim_v columns are V. Rows are of q's
             type or, with descale_k, of float8_e4m3fn, which need is_fp8_kvcache=True or None. With
             `indices` also DeepSeek's fp8 rows, [pages, page_size, 1, 656 or 584] bytes.
-        block_table: [batch, pages] int32; None with `indices`.
-        cache_seqlens: [batch] int32, tokens of each request, the rows' own included; None with `indices`.
+        block_table: [batch, pages] int32; with `indices` accepted and not used, as in FlashMLA.
+        cache_seqlens: [batch] int32, tokens of each request, the rows' own included; with `indices` as block_table.
         head_dim_v: columns of V and of the output.
         tile_scheduler_metadata: of get_mla_metadata, one for each step.
         num_splits: None.
@@ -84,9 +84,9 @@ def flash_mla_with_kvcache(
     if is_traced():
         check_given(tile_scheduler_metadata, num_splits)
         return traced.call(
-            *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata.handle, softmax_scale),
-            *(causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length),
-            *(extra_topk_length, enable_batch_invariant, use_legacy, kv_format),
+            *(q, k_cache, block_table, cache_seqlens, head_dim_v, traced.handle_of(tile_scheduler_metadata)),
+            *(softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
+            *(topk_length, extra_topk_length, enable_batch_invariant, use_legacy, kv_format),
             descale_q=descale_q,
             descale_k=descale_k,
         )

@@ -53,6 +53,15 @@ class FlashMLASchedMeta:
         if is_dynamo_compiling():  # a number would be a constant of its code, so each run of the code makes a tensor
             self.handle = torch.ops.flashpage.flash_mla_step()
             return
+        self._begin()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy of metadata that no call has used yet is a step of its own, as its first call plans in FlashMLA."""
+        self.__dict__.update(state)
+        if self.config is None:
+            self._begin()
+
+    def _begin(self) -> None:
         self.step = next(_numbers)
         self.handle = _handle_of(self.step)
         _by_number[self.step] = self

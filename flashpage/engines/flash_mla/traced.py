@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from ...base import checks
+from ...base.errors import RunError
 from ...wrappers import operators
-from .metadata import of_handle
+from .metadata import FlashMLASchedMeta, of_handle
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,6 +27,7 @@ _SCHEMA = (
     "bool enable_batch_invariant, bool use_legacy, str? kv_format, Tensor? descale_q, Tensor? descale_k) "
     "-> (Tensor, Tensor)"
 )
+_ARGUMENTS = tuple(argument.split()[1] for argument in _SCHEMA[1:].partition(")")[0].split(", "))
 
 
 def define(function: Callable[..., Result]) -> None:
@@ -45,14 +49,25 @@ def _fake(q: torch.Tensor, k_cache: torch.Tensor, tables: Any, lens: Any, head_d
     return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
 
 
+def handle_of(meta: FlashMLASchedMeta) -> torch.Tensor:
+    """The metadata as the operator takes it. Modes with fake tensors take no other tensors than those that are lifted
+    into them."""
+    return meta.handle if is_dynamo_compiling() else torch.ops.aten.lift_fresh(meta.handle)
+
+
 def call(*args: Any, descale_q: Any, descale_k: Any) -> Result:
     """Calls the operator; `args`: all others of its schema."""
-    descales = (_one(value, args[0]) for value in (descale_q, descale_k))
+    for name, value in zip(_ARGUMENTS, args, strict=False):
+        if isinstance(value, torch.Tensor):
+            checks.tensor(value, name, RunError)  # compiled code passes tensors that require no gradient
+    descales = (_one(name, value, args[0]) for name, value in (("descale_q", descale_q), ("descale_k", descale_k)))
     found: Result = getattr(torch.ops.flashpage, _NAME)(*args, *descales)
     return found
 
 
-def _one(value: Any, like: torch.Tensor) -> torch.Tensor | None:
+def _one(name: str, value: Any, like: torch.Tensor) -> torch.Tensor | None:
     """A scale of a tensor, which may be a number."""
-    is_number = value is not None and not isinstance(value, torch.Tensor)
-    return torch.full((1,), value, dtype=torch.float32, device=like.device) if is_number else value
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    number = checks.real(name, value, positive=True, error=RunError)
+    return torch.full((1,), number, dtype=torch.float32, device=like.device)
