@@ -3,7 +3,8 @@ the same requests.
 
     python tests/card/engine_ranks.py vllm      # needs an installed vLLM, and flashpage as its plugin
     python tests/card/engine_ranks.py vllm-options  # one card: graphs, fp8 caches, preemption, drafts, cascades,
-                                                    # growth, windows, blocks, rotation, outputs of e4m3, images
+                                                    # growth, windows, blocks, rotation, outputs of e4m3, images,
+                                                    # windows of generated tokens
     python tests/card/engine_ranks.py sglang
     python tests/card/engine_ranks.py sglang-options  # one card: trees over pages of 64, gpt-oss, Gemma 4
 
