@@ -122,7 +122,7 @@ class Job:
         except OSError as error:
             reason = str(error)
             if error.errno:  # one line for all kernels: Python shows equal warnings of one place once
-                reason = f"{error.strerror}: {store.folder}. FLASHPAGE_CACHE_DIR names another folder"
+                reason = f"{error.strerror}: {store.folder} (FLASHPAGE_CACHE_DIR names another folder)"
             warn(f"compiled kernels are not kept: {reason}")
             return self._unkept(meta)
         store.remember(self.spec, self.target, self.key)
