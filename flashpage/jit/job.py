@@ -121,7 +121,8 @@ class Job:
             entry = store.publish(self.key, self.binary, meta)
         except OSError as error:
             reason = str(error)
-            if error.errno:  # one line for all kernels: Python shows equal warnings of one place once
+            is_of_compile = str(error.filename).startswith(str(self.folder))  # and not of the cache
+            if error.errno and not is_of_compile:  # equal for all kernels: Python shows it once
                 reason = f"{error.strerror}: {store.folder} (FLASHPAGE_CACHE_DIR names another folder)"
             warn(f"compiled kernels are not kept: {reason}")
             return self._unkept(meta)
