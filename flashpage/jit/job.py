@@ -116,10 +116,14 @@ class Job:
         }
         try:
             if key_of(self.spec, self.target) != self.key:  # the entry would be found once the edit is undone
-                raise OSError("its sources changed while it was compiled")
+                warn(f"{self.spec.name} is not kept: its sources changed while it was compiled")
+                return self._unkept(meta)
             entry = store.publish(self.key, self.binary, meta)
         except OSError as error:
-            warn(f"{self.spec.name} is not kept: {error}")
+            reason = str(error)
+            if error.errno:  # one line for all kernels: Python shows equal warnings of one place once
+                reason = f"{error.strerror}: {store.folder} (FLASHPAGE_CACHE_DIR names another folder)"
+            warn(f"compiled kernels are not kept: {reason}")
             return self._unkept(meta)
         store.remember(self.spec, self.target, self.key)
         return entry

@@ -3,7 +3,8 @@ the same requests.
 
     python tests/card/engine_ranks.py vllm      # needs an installed vLLM, and flashpage as its plugin
     python tests/card/engine_ranks.py vllm-options  # one card: graphs, fp8 caches, preemption, drafts, cascades,
-                                                    # growth, windows, blocks, rotation, outputs of e4m3, images
+                                                    # growth, windows, blocks, rotation, outputs of e4m3, images,
+                                                    # windows of generated tokens
     python tests/card/engine_ranks.py sglang
     python tests/card/engine_ranks.py sglang-options  # one card: trees over pages of 64, gpt-oss, Gemma 4
 
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -37,6 +39,7 @@ import torch
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "bench")]
 import engine_features
+import engine_log
 import image_models
 from engine_setups import (
     KINDS,
@@ -89,7 +92,9 @@ def answer_vllm(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[
     os.environ["ENGINE_RANKS_SINKS"] = "1" if setup.get("sinks") else ""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if ranks == 1 else "1"
     if setup.get("backend") == "transformers":
-        return {"images": image_models.answers(folder / setup["model"], NEW_TOKENS["images"], chosen.device)}
+        scale = image_models.scale_of(importlib.metadata.version("vllm"))
+        given = folder / setup["model"], NEW_TOKENS["images"], chosen.device
+        return {"images": image_models.answers(*given, scale=scale)}
     counts = engine_features.prepare(setup)
     from vllm import LLM, SamplingParams
 
@@ -317,7 +322,7 @@ def run_all(names: list[str], place: Path, chosen: argparse.Namespace, compariso
                 else:
                     log = (place / f"{name}.log").read_text()
                     within = f" within {chosen.seconds:.0f} s" if is_late else ""
-                    print(f"{name} gave no answer{within}; the end of its log:\n{log[-3000:]}", flush=True)
+                    print(f"{name} gave no answer{within}; {engine_log.in_short(log)}", flush=True)
             time.sleep(0.1)
     finally:
         for process, _ in running.values():

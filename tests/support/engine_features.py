@@ -1,5 +1,5 @@
-"""Features that single engines of engine_ranks.py use: cascades that vLLM's heuristics would not take, images, and a
-checkpoint in e4m3. Counts say that they ran."""
+"""Features that single engines of engine_ranks.py use: cascades that vLLM's heuristics would not take, images, plain
+attention of a DeepSeek, and a checkpoint in e4m3. Counts say that they ran."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ def prepare(setup: dict[str, Any]) -> Counter[str]:
     found = Counter[str]()
     if setup["model"] == "paligemma":
         leave_out_pixtral()
+        os.environ.setdefault("VLLM_MM_HASHER_ALGORITHM", "sha256")  # vLLM's usual one is a package of its own
+    if setup["model"] == "generated":
+        os.environ["VLLM_MLA_DISABLE"] = "1"  # a DeepSeek with plain attention
     if setup.get("cascade"):
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # which has no cascades
         _force_cascades(found)

@@ -93,6 +93,8 @@ VLLM_OPTIONS: dict[str, Setup] = {
     "images-1": {**_IMAGES},  # whose tokens see each other; FLASH_ATTN wants FA4 for that
     "images-1-other": {**_IMAGES, "backend": "TRITON_ATTN"},
     "images-1-exact": {**_IMAGES, "backend": "transformers"},
+    "generated-1": {"model": "generated", "kinds": ("short",)},  # windows of generated tokens (R-SWA)
+    "generated-1-other": {"model": "generated", "kinds": ("short",), "backend": "TRITON_ATTN"},
     "windows-1": {"model": "llama", "window": 100},
     "windows-1-other": {"model": "llama", "window": 100, "backend": "FLASH_ATTN"},
     "windows-1-blocks-64": {"model": "llama", "window": 100, "block_size": 64},

@@ -62,6 +62,15 @@ def write_eagle(folder: Path, name: str, engine: str = "sglang") -> Path:
     return _saved(folder, config, weights)
 
 
+def write_reference_windows(folder: Path, window: int) -> Path:
+    """Unlimited-OCR's text model with the weights of "llama": vLLM's DeepSeek with plain attention and without experts,
+    whose rows see the prompt, and of the tokens after it those of a window."""
+    plain = {"qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": LLAMA["head_dim"], "q_lora_rank": None}
+    layers = {"first_k_dense_replace": LLAMA["num_hidden_layers"], "n_routed_experts": 4, "moe_layer_freq": 1}
+    names = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
+    return write(folder, "llama", **names, **plain, **layers, rswa_window=window)
+
+
 def _layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_rows, kv_rows = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
@@ -303,4 +312,23 @@ def expected_tokens(folder: Path, count: int, given_prompts: list[list[int]] | N
         with torch.no_grad():
             out = model.generate(given, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
         found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def expected_tokens_in_windows(folder: Path, count: int, window: int) -> list[list[int]]:
+    """As expected_tokens, by a Llama whose rows see their prompt, and of the tokens after it those of a window."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    for prompt in prompts():
+        tokens = list(prompt)
+        for _ in range(count):
+            q, t = torch.arange(len(tokens))[:, None], torch.arange(len(tokens))
+            is_seen = (t <= q) & ((t < len(prompt)) | (q - t < window))
+            mask = torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([tokens]), attention_mask=mask, use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        found.append(tokens[len(prompt) :])
     return found

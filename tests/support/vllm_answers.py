@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
 import os
+import pickle
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,7 +18,7 @@ import torch
 import vllm_latent
 import vllm_lists
 import vllm_window_blocks
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8StaticTensorSym
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
@@ -57,6 +61,7 @@ SERVED: list[dict[str, Any]] = [
     {"use_non_causal": True},
     {"use_batch_invariant": True},
     {"use_mm_prefix": True},
+    {"use_rswa": True},
     {"use_mm_prefix": True, "has_sliding_window": True, "head_size": 256, "kv_cache_dtype": "fp8"},
     {"attn_type": "encoder_only"},
     {"attn_type": "encoder_decoder"},
@@ -320,6 +325,37 @@ def check_ranks() -> None:
         )
 
 
+def check_the_pass_of_rotations() -> None:
+    """Each model's configuration has a pass of its own, which ends with it. A draft's configuration has its model's, as
+    layers of both are in one place. Copies for keys of caches have no configuration."""
+    first, second = compiled(), compiled()
+    passes = {id(given): given.compilation_config.inductor_compile_config for given in (first, second)}
+    for given in (first, copy.copy(first), second, first):
+        fusion.prepare(given)
+    (key,) = (key for key, value in passes[id(first)].items() if isinstance(value, fusion.RotationFusion))
+    made = passes[id(first)][key]
+    assert made._config is first and passes[id(second)][key]._config is second
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert copied._config is None and copied.uuid() == made.uuid()
+    draft = copy.copy(first)  # some drafts have their own place
+    draft.compilation_config = copy.copy(first.compilation_config)
+    draft.compilation_config.inductor_compile_config = dict(passes[id(first)])
+    fusion.prepare(draft)
+    assert draft.compilation_config.inductor_compile_config[key]._config is draft
+    known = weakref.ref(second)
+    del second, given, passes
+    gc.collect()
+    assert known() is None
+
+
+def compiled() -> VllmConfig:
+    """A configuration by which the pass is applied."""
+    given = VllmConfig()
+    compilation = given.compilation_config
+    compilation.mode, compilation.splitting_ops, compilation.custom_ops = 3, [], ["none", "+rotary_embedding"]
+    return given
+
+
 def check_another_block_table() -> None:
     """A group whose pages lie elsewhere takes the step of the first group."""
     first, second = (Scene(Form(), [1, 7, 2], [50, 7, 90], "cpu", seed) for seed in (0, 1))
@@ -352,6 +388,7 @@ if __name__ == "__main__":
     check_outputs()
     check_ranks()
     check_another_block_table()
+    check_the_pass_of_rotations()
     vllm_latent.check()
     vllm_lists.check()
     vllm_window_blocks.check()

@@ -57,7 +57,7 @@ def main(model: str) -> None:
     table = torch.randn(64, size, generator=drawn).bfloat16()
     positions, slots = torch.randint(64, (5,), generator=drawn), torch.tensor([3, 40, -1, 7])
     found = []
-    for function in (step, torch.compile(step, backend=backend_of(fusion.RotationFusion()))):
+    for function in (step, torch.compile(step, backend=backend_of(fusion.RotationFusion(config)))):
         layer.kv_cache.zero_()
         with torch.inference_mode(), set_forward_context(None, config, slot_mapping={name: slots}):
             _, q, k = function(qkv.clone(), positions, table)
@@ -138,7 +138,6 @@ def choose(config: Any) -> None:
         (3, [], ["none", "+rotary_embedding"], True),
     ):
         compilation.mode, compilation.splitting_ops, compilation.custom_ops = mode, splits, operators
-        fusion._config = None
         fusion.prepare(config)
         assert fusion.is_chosen(config) is expected, (mode, splits, operators)
 

@@ -31,6 +31,7 @@ class Common:
     causal: Any = True
     seq_lens_cpu_upper_bound: torch.Tensor | None = None
     mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    rswa_prefix_lens: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)

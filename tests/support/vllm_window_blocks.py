@@ -4,6 +4,7 @@ types."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,14 @@ def engine(block_size: int, *windows: int | None, **of_cache: Any) -> VllmConfig
         for i, window in enumerate(windows):
             impl = FlashpageImpl(HEADS, DIM, 0.1, sliding_window=window)
             config.compilation_config.static_forward_context[f"layer {i}"] = layer(impl, window)
+    load_weights(config)
     return config
+
+
+def load_weights(config: VllmConfig) -> None:
+    with set_current_vllm_config(config):
+        for each in layers_of(config):
+            each.impl.process_weights_after_loading(torch.bfloat16)
 
 
 def layer(impl: FlashpageImpl, window: int | None, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -41,8 +49,11 @@ def layer(impl: FlashpageImpl, window: int | None, dtype: torch.dtype = torch.bf
 
 def blocks(config: VllmConfig) -> list[int]:
     """As a worker asks its layers, with no current configuration."""
-    layers = config.compilation_config.static_forward_context.values()
-    return [layer.get_kv_cache_spec(config).block_size for layer in layers]
+    return [layer.get_kv_cache_spec(config).block_size for layer in layers_of(config)]
+
+
+def layers_of(config: VllmConfig) -> Iterable[Any]:
+    return config.compilation_config.static_forward_context.values()
 
 
 def check() -> None:
@@ -52,13 +63,19 @@ def check() -> None:
 
 
 def check_engines_of_a_process() -> None:
-    """Each has its own blocks, whichever was made last and whichever still exists."""
+    """Each has its own blocks, whichever was made last and whichever still exists. vLLM's classes, and flashpage's, are
+    what they were."""
+    methods = [dict(vars(each)) for each in (Attention, FlashpageBackend)]
     first, second = engine(64, 16, 16), engine(32, 8)
     assert (blocks(first), blocks(second), blocks(first)) == ([64, 64], [32], [64, 64])
     others = engine(16, None)
     assert (blocks(first), blocks(others)) == ([64, 64], [16])
     del others, second
+    load_weights(first)  # again
     assert blocks(first) == [64, 64]
+    (found,) = {each.get_attn_backend().full_cls_name() for each in layers_of(first)}
+    assert found == FlashpageBackend.full_cls_name()
+    assert methods == [dict(vars(each)) for each in (Attention, FlashpageBackend)]
 
 
 def check_a_draft() -> None:
@@ -68,6 +85,7 @@ def check_a_draft() -> None:
     with set_current_vllm_config(draft), mock.patch.object(fusion, "prepare"):
         impl = FlashpageImpl(HEADS, DIM, 0.1, sliding_window=16)
     config.compilation_config.static_forward_context["draft"] = layer(impl, 16)
+    load_weights(config)
     del draft
     assert blocks(config) == [64, 64]
 
@@ -77,6 +95,7 @@ def check_layers_of_two_types() -> None:
     config = engine(64, 16, 16, skip_page_size_padded=64 * 2 * HEADS * DIM)
     layers = config.compilation_config.static_forward_context
     layers["layer 1"] = layer(layers["layer 1"].impl, 16, torch.float8_e4m3fn)
+    load_weights(config)
     specs = [layer.get_kv_cache_spec(config) for layer in layers.values()]
     assert [spec.block_size for spec in specs] == [32, 64]
     assert {spec.page_size_bytes for spec in specs} == {64 * 2 * HEADS * DIM}

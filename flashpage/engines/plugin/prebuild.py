@@ -38,11 +38,16 @@ def prebuild(plans: GroupPlans, uses: tuple[Use, ...]) -> None:
     jit.prebuild(specs, plans.device)  # plans do without copies
 
 
-def attention_kernels(options: Options, device: torch.device) -> list[KernelSpec]:
+def attention_kernels(options: Options, device: torch.device, least_rows: float = 1) -> list[KernelSpec]:
     """The kernels for all numbers of rows, a power of two each, and for contexts of any length, with those that find
-    their tiles before them and that merge after them on a card."""
+    their tiles before them and that merge after them on a card.
+
+    Args:
+        least_rows: packed rows of a request, on average, below which there are no batches.
+    """
     variant = trace(options, 1.0, device).spec
-    rows = [options.group_size] if options.uniform_q_len else [1 << i for i in range(choose.MANY_ROWS.bit_length())]
+    powers = [1 << i for i in range(choose.MANY_ROWS.bit_length())]
+    rows = [options.group_size] if options.uniform_q_len else [rows for rows in powers if 2 * rows > least_rows]
     problems = (
         Problem(options, count, has_known_lengths=is_known, contexts=contexts)
         for count in rows
@@ -63,9 +68,12 @@ def _kernels_of_copies(options: Options, device: torch.device) -> list[KernelSpe
     copies of which every page must be in use are never made."""
     if not (gather_rows.runs_on(device) and gather_rows.skips_unused(options)):
         return []
-    if not gather_rows.GatherPolicy(options, devices.of(device)).may_be:
+    policy = gather_rows.GatherPolicy(options, devices.of(device))
+    if not policy.may_be:
         return []
-    return [gather_rows.spec_of(options), *attention_kernels(gather_rows.as_rows(options), device)]
+    least_rows, _ = policy.least()
+    kernels = attention_kernels(gather_rows.as_rows(options), device, least_rows * options.group_size)
+    return [gather_rows.spec_of(options), *kernels]
 
 
 def _helpers(plans: GroupPlans) -> list[KernelSpec]:

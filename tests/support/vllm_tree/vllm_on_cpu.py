@@ -21,6 +21,7 @@ def _define_all() -> None:
     _library = torch.library.Library("_C", "FRAGMENT")
     for schema, function in (
         ("silu_and_mul(Tensor(a!) result, Tensor input) -> ()", _silu_and_mul),  # looked up when a model is made
+        ("gelu_tanh_and_mul(Tensor(a!) result, Tensor input) -> ()", _gelu_tanh_and_mul),
         ("greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(dim=-1)),
         ("init_cpu_memory_env(int[] nodes) -> ()", lambda nodes: None),
         (
@@ -36,6 +37,11 @@ def _define_all() -> None:
 def _silu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
     gate, up = input.chunk(2, dim=-1)
     result.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _gelu_tanh_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
+    gate, up = input.chunk(2, dim=-1)
+    result.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
 def _slot_mapping(

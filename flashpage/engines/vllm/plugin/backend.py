@@ -10,7 +10,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
 from ...plugin.versions import warn_if_untested
-from . import image_ranges, support, window_blocks
+from . import image_ranges, reference_windows, support
 
 warn_if_untested("vllm", vllm.__version__)
 
@@ -51,10 +51,6 @@ class FlashpageBackend(support.Answers, AttentionBackend):
 
         return support.stride_order(get_kv_cache_layout(), include_num_layers_dimension)
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [*window_blocks.sizes(), *support.Answers.get_supported_kernel_block_sizes()]
-
     # ---------------------------------------------------------------- what is supported
 
     @classmethod
@@ -78,6 +74,11 @@ class FlashpageBackend(support.Answers, AttentionBackend):
         return True
 
     @classmethod
+    def supports_rswa(cls) -> bool:
+        """vLLM 0.33 asks this."""
+        return True
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
         reasons = super().validate_configuration(*args, **given)
         if support.context_ranks() > 1:
@@ -91,6 +92,8 @@ class FlashpageBackend(support.Answers, AttentionBackend):
         config = get_current_vllm_config_or_none()
         if given.get("use_mm_prefix") and config is not None:
             reasons += image_ranges.refusals(config, support.context_ranks(), bool(given.get("use_batch_invariant")))
+        if config is not None:
+            reasons += reference_windows.refusals(config, bool(given.get("use_batch_invariant")))
         return reasons
 
     @classmethod

@@ -9,12 +9,13 @@ from vllm import envs
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from ...plugin.group_plans import SPLIT_TOKENS, GroupPlans, GroupSizes, Workspaces
-from . import cascade, fusion, image_ranges
+from . import cascade, fusion, image_ranges, reference_windows
 from .cache import element_type
 from .causal_flags import canvas_of, flags_of
 from .plan_streams import PlanStreams
 from .planner import GroupPlanner
 from .ranks import ranks_of
+from .reference_windows import ReferenceWindows
 from .step import Step
 
 
@@ -38,10 +39,12 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         options, sizes = [impl.options for impl in self._impls], self._sizes()
         flags = flags_of(vllm_config, sizes.max_requests, device)
         images = image_ranges.ranges_of(vllm_config, own_layers, sizes, device)
-        masks = [given.variant for given in (flags, images) if given is not None]  # no model has both
+        window = reference_windows.window_of(kv_cache_spec)
+        prompts = None if window is None else ReferenceWindows(window, sizes.max_requests, device)
+        masks = [given.variant for given in (flags, images, prompts) if given is not None]  # no model has two
         plans = GroupPlans(options, sizes, device, workspaces, mask=masks[0] if masks else None)
         streams = PlanStreams.of(vllm_config, device)
-        self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config), flags, streams, images)
+        self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config), flags, streams, images, prompts)
         self._planner.prebuild()
         for impl in self._impls:
             impl.has_plans = True
@@ -65,7 +68,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         captured = (compilation.max_cudagraph_capture_size or 0) if is_captured else 0
         is_whole = mode.mixed_mode().name == "FULL" and support is AttentionCGSupport.ALWAYS
         captures_all = captured > 0 and is_whole
-        has_rows = few_rows > 1 or captures_all
+        has_rows = few_rows > 1 or captures_all or reference_windows.window_of(spec) is not None
         kv_dtype = element_type(impl.kv_cache_dtype, model.dtype)
         assert kv_dtype is not None, impl.kv_cache_dtype
         return GroupSizes(

@@ -14,7 +14,7 @@ from ....run.checks import NO_SCALES
 from ...plugin.layers import LayerOptions
 from ...plugin.parts import LayerTensors
 from .. import cache_layout, rotate
-from . import cache, causal_flags, fusion, image_ranges, output_quant, window_blocks
+from . import cache, causal_flags, fusion, image_ranges, output_quant, reference_windows, window_blocks
 from .step import Step
 
 
@@ -61,18 +61,21 @@ class FlashpageImpl(AttentionImpl):
             is_encoder=self.is_encoder,
         )
         config = get_current_vllm_config()
-        refused = causal_flags.refusal(config, self.options, self.dcp_world_size) or image_ranges.refusal(
-            config, self.options, self.dcp_world_size, envs.VLLM_BATCH_INVARIANT
+        ranks, is_invariant = self.dcp_world_size, envs.VLLM_BATCH_INVARIANT
+        refused = (
+            causal_flags.refusal(config, self.options, ranks)
+            or image_ranges.refusal(config, self.options, ranks, is_invariant)
+            or reference_windows.refusal(config, self.options, is_invariant)
         )
         if refused is not None:
             raise NotImplementedError(refused)
         fusion.prepare(config)
-        window_blocks.prepare()
         self._is_fp8 = kv_cache_dtype in cache_layout.FP8
         self._writes_e4m3 = not self.is_encoder and output_quant.is_served(config, self.dcp_world_size)
         self._halves: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        window_blocks.give(self)
         if self.sinks is not None and self.sinks.dtype != torch.float32:
             self.sinks = self.sinks.to(torch.float32)
 

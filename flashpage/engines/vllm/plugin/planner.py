@@ -10,6 +10,7 @@ Which plans a step gets:
   on the device, and run one after the other;
 - requests with rows of an image, whose tokens see each other (image_ranges.py), and those after them have a mask. The
   requests before them, decodes first, are planned as above;
+- rows that see a window of the tokens after their prompt (reference_windows.py) have a mask in every step;
 - an encoder's rows, a prefix that all requests share (cascade.py) and tokens of several ranks (context_parallel.py)
   have parts of their own.
 """
@@ -32,6 +33,7 @@ from . import cascade, context_parallel
 from .causal_flags import CausalFlags
 from .image_ranges import ImageRanges
 from .plan_streams import PlanStreams
+from .reference_windows import ReferenceWindows
 from .step import Step
 
 
@@ -45,10 +47,11 @@ class GroupPlanner:
         flags: CausalFlags | None = None,
         streams: PlanStreams | None = None,
         images: ImageRanges | None = None,
+        prompts: ReferenceWindows | None = None,
     ) -> None:
         self._streams, self._number = streams, 0 if streams is None else streams.add()
         self.plans, self.sizes, self.device, self._flags = plans, plans.sizes, plans.device, flags
-        self._images = images
+        self._images, self._prompts = images, prompts
         self._context = None if ranks is None else context_parallel.ContextPlans(plans, ranks)
         windows = [layer.values[0].window_left + 1 for layer in plans.layers if layer.values[0].window_left >= 0]
         self._least_window = min(windows, default=0)
@@ -59,7 +62,7 @@ class GroupPlanner:
             prebuild(self.plans, self._context.uses)
             prebuild(self._context.gathered, (Use.DECODE, Use.ROWS))
         else:
-            has_mask = self._flags is not None or self._images is not None
+            has_mask = any(given is not None for given in (self._flags, self._images, self._prompts))
             rows = (Use.DECODE, Use.ROWS, Use.MASKED) if has_mask else (Use.DECODE, Use.ROWS)
             prebuild(self.plans, (Use.RAGGED,) if self.plans.is_encoder else rows)
 
@@ -78,6 +81,11 @@ class GroupPlanner:
             return (self._ragged(common),), None
         plan: Callable[[], Part]
         in_graph = rows <= sizes.graph_rows and (sizes.captures_all or common.max_query_len <= sizes.few_rows)
+        if self._prompts is not None:
+            self._prompts.take(common.rswa_prefix_lens)
+            use = Use.MASKED_IN_GRAPH if in_graph else Use.MASKED
+            plan = functools.partial(self._rows, use, common, (0, requests), rows, False)
+            return (plan(),), plan
         has_flags = isinstance(common.causal, torch.Tensor)
         if has_flags and (in_graph or common.max_query_len > 1):
             use = Use.MASKED_IN_GRAPH if in_graph else Use.MASKED
