@@ -31,7 +31,7 @@ BENCHMARKS = {
     "host": Benchmark(("host.py",), "host time of plan and run, against their targets"),
     "cold": Benchmark(("cold.py",), "first calls of a process, from an empty cache and once built", needs_gpu=True),
     "plan": Benchmark(("plan_arithmetic.py",), "balance and host time of the partition, up to a million requests"),
-    "cpu": Benchmark(("cpu_vs_torch.py",), "the CPU backend against torch's scaled_dot_product_attention"),
+    "cpu": Benchmark(("cpu_vs_torch.py",), "the CPU backend against torch's attention"),
     "decode": Benchmark(("gpu.py", "decode"), "decode on the GPU, against the installed peers", needs_gpu=True),
     "more-decode": Benchmark(("gpu.py", "more-decode"), "other batches, groups, pages and head dims", needs_gpu=True),
     "trace": Benchmark(("trace.py",), "when the CTAs of a decode launch start, load, compute and end", needs_gpu=True),

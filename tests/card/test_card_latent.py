@@ -14,6 +14,7 @@ from graphs import capture
 from harness import run_case
 
 import flashpage
+from flashpage import flash_mla
 from flashpage.kernels import choose
 
 pytestmark = pytest.mark.cuda
@@ -80,3 +81,30 @@ def test_lists_of_a_captured_run() -> None:
         wrapper.plan(others, lens.cpu(), **batch.options)  # copied to the lists of the captured run
         replay()
         torch.testing.assert_close(out, batch.eager(others, lens), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("makes_metadata", [False, True], ids=["given", "made"])
+def test_reduce_overhead_follows_steps(makes_metadata: bool) -> None:
+    """Two layers of FlashMLA's function, whose lengths are written in place where torch counts no writes. Its operators
+    stay out of inductor's graphs, also the one that numbers the steps of metadata that compiled code makes."""
+    pytest.importorskip("triton")
+    torch.manual_seed(5)
+    cache = torch.randn(64, 64, 1, 576, device=DEVICE).bfloat16()
+    query = torch.randn(4, 1, 16, 576, device=DEVICE).bfloat16()
+    tables = torch.randperm(64, device=DEVICE).int().reshape(4, 16)
+    lens = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+
+    def step(q: torch.Tensor, given: flash_mla.FlashMLASchedMeta) -> torch.Tensor:
+        meta = flash_mla.get_mla_metadata()[0] if makes_metadata else given
+        out, _ = flash_mla.flash_mla_with_kvcache(q * 2, cache, tables, lens, 512, meta, softmax_scale=192**-0.5)
+        again = torch.cat([out, q[..., 512:]], -1)
+        return flash_mla.flash_mla_with_kvcache(again, cache, tables, lens, 512, meta, softmax_scale=192**-0.5)[0] + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, mode="reduce-overhead")
+    with torch.inference_mode():
+        for most in (1, 1000, 1000, 7, 300, 1024):
+            lens.copy_(torch.randint(0, most + 1, (4,)))
+            found = compiled(query, flash_mla.get_mla_metadata()[0]).clone()
+            expected = step(query, flash_mla.get_mla_metadata()[0])
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

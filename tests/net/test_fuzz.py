@@ -97,7 +97,7 @@ KEPT: list[Any] = [
         ),
         name="one-token-sink",
     ),
-    # The same, where the weights of two tokens are equal in bf16.
+    # A sum of two tokens whose weights are equal in bf16 has few bits, too.
     fuzz_latent.LatentRow(
         Case(
             *(
