@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import capture
+from copied_layers import assert_all_same_bits, check_captured_layers, check_layers_that_follow
 
 import flashpage
 from flashpage.plan import rotated_pages
@@ -19,7 +19,6 @@ ROWS, KV_LENS = (1100, 700, 1301), (4000, 3000, 2003)
 HEADS, DIM, PAGE = (32, 4), 128, 16
 PAGES = [-(-tokens // PAGE) for tokens in KV_LENS]
 WITH_ROOM, WITHOUT = 128 << 20, 16 << 20  # bytes of a workspace; the copies take 42 MiB
-LAYERS = 8
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +70,6 @@ class Rotated:
         return out, lse
 
 
-def assert_all_same_bits(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -104,14 +98,7 @@ def test_both_ways_give_the_same(how: dict[str, Any]) -> None:
 def test_layers_that_follow_at_once_rotate_into_the_same_memory(enable_pdl: bool | None, is_ragged: bool) -> None:
     """A rotation that starts too early overwrites rows that the last layer still reads."""
     batch = Rotated(is_ragged=is_ragged)
-    expected = [batch.run(layer) for layer in range(2)]
-    torch.cuda.synchronize()
-    assert not torch.equal(expected[0][0], expected[1][0])
-    for _ in range(4):
-        found = [batch.run(i % 2, enable_pdl=enable_pdl) for i in range(LAYERS)]
-        torch.cuda.synchronize()
-        for i, outputs in enumerate(found):
-            assert_all_same_bits(outputs, expected[i % 2])
+    check_layers_that_follow(batch, enable_pdl=enable_pdl)
 
 
 def test_tensors_that_were_just_written_are_rotated() -> None:
@@ -134,19 +121,4 @@ def test_tensors_that_were_just_written_are_rotated() -> None:
 
 
 def test_captured_layers() -> None:
-    batch = Rotated()
-    expected = [batch.run(layer) for layer in range(2)]
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def layers() -> None:
-        found[:] = [batch.run(layer) for layer in (0, 1, 1, 0)]
-
-    replay = capture(layers)
-    for _ in range(3):
-        batch.workspace.fill_(255)
-        for outputs in found:
-            outputs[0].fill_(math.nan)
-        replay()
-        torch.cuda.synchronize()
-        for outputs, layer in zip(found, (0, 1, 1, 0), strict=True):
-            assert_all_same_bits(outputs, expected[layer])
+    check_captured_layers(Rotated())
