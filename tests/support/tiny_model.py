@@ -65,8 +65,9 @@ def write_eagle(folder: Path, name: str, engine: str = "sglang") -> Path:
 def write_reference_windows(folder: Path, window: int) -> Path:
     """Unlimited-OCR's text model with the weights of "llama": vLLM's DeepSeek with plain attention and without experts,
     whose rows see the prompt, and of the tokens after it those of a window."""
-    plain = {"qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": LLAMA["head_dim"], "q_lora_rank": None}
-    layers = {"first_k_dense_replace": LLAMA["num_hidden_layers"], "n_routed_experts": 4, "moe_layer_freq": 1}
+    llama = LLAMA | MODELS["llama"]
+    plain = {"qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": llama["head_dim"], "q_lora_rank": None}
+    layers = {"first_k_dense_replace": llama["num_hidden_layers"], "n_routed_experts": 4, "moe_layer_freq": 1}
     names = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
     return write(folder, "llama", **names, **plain, **layers, rswa_window=window)
 
