@@ -51,8 +51,9 @@ tensors and take turns in one run, because a card's clock falls with heat and po
 reading. The time is the median of one call between two events, each after the L2 was filled with other data; decode is
 the replay of a CUDA graph, merge included. The error is the relative norm against fp32; over fp8 keys and values newer
 runs compare with fp64. A cell is empty where a library refuses the case or was not in the run; FlashInfer's fa2 is left
-out over ragged rows of 96 columns and in decode of 96 and 112, where 0.7.2 ends with an illegal access of memory. Older
-figures stand in [history](history.md); [tries](tried.md) lists what was changed, also in vain.
+out over ragged rows of 96 columns, over pages of 80 in prefill and in decode of 96 and 112, where 0.7.2 ends with an
+illegal access of memory. Older figures stand in [history](history.md); [tries](tried.md) lists what was changed, also
+in vain.
 
 ![Ratio to the best peer](assets/ratio.svg)
 

@@ -22,7 +22,7 @@ from .copy_memory import align_down
 NOTE = "RoPE: a kernel before this one rotates q and K once, for all tiles"
 
 # Packed rows that see a token, and tokens that a row sees, on average (docs/tried.md).
-LEAST_ROWS, LEAST_VISIBLE = 512, 1024
+LEAST_ROWS, LEAST_VISIBLE = 512, 256
 _ELEMENT_BYTES = 2
 _NUMBER_BYTES = 4
 

@@ -145,8 +145,8 @@ def flashinfer_call(batch: Batch, backend: str) -> Call | None:
 
 def ends_the_process(case: Case) -> bool:
     """Whether fa2 of FlashInfer 0.7.2 ends with an illegal access of memory, after which no call of the process works:
-    in decode by tensor cores of 96 and 112 columns, and over ragged rows of 96."""
-    return case.head_dim in (96, 112) if case.q_len == 1 else case.head_dim == 96 and not case.page_size
+    in decode by tensor cores of 96 and 112 columns, and in prefill over ragged rows of 96 and pages of 80."""
+    return case.head_dim in (96, 112) if case.q_len == 1 else case.head_dim == (80 if case.page_size else 96)
 
 
 def flashinfer_sinks(case: Case, backend: str) -> list[object]:

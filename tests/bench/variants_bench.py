@@ -41,6 +41,11 @@ MORE_CASES = {  # for --cases
     "4x4k-page-1": Case("prefill, 4 x 4k, page 1", 4, 4096, 4096, page_size=1),
     "32x512": Case("prefill, ragged 32 x 512", 32, 512, 512, page_size=0),
     "16x1k": Case("prefill, ragged 16 x 1k", 16, 1024, 1024, page_size=0),
+    "32x512-pages": Case("prefill, 32 x 512", 32, 512, 512),
+    "16x1k-pages": Case("prefill, 16 x 1k", 16, 1024, 1024),
+    "8x512": Case("prefill, ragged 8 x 512", 8, 512, 512, page_size=0),
+    "1x1k": Case("prefill, ragged 1 x 1k", 1, 1024, 1024, page_size=0),
+    "1x512": Case("prefill, ragged 1 x 512", 1, 512, 512, page_size=0),
     "4x4k-dim-64": Case("prefill, ragged 4 x 4k, dim 64", 4, 4096, 4096, head_dim=64, page_size=0),
     "4x4k-dim-256": Case("prefill, ragged 4 x 4k, dim 256", 4, 4096, 4096, head_dim=256, page_size=0),
 }

@@ -41,6 +41,7 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "
 import engine_features
 import engine_log
 import image_models
+import tiny_model
 from engine_setups import (
     KINDS,
     NEW_TOKENS,
@@ -55,7 +56,7 @@ from engine_setups import (
 from engine_turns import differences, in_words
 from entry_points import ROOT, write_entry_points
 from plain_numba import write_numba
-from rank_models import requests, write_models
+from rank_models import GENERATED_WINDOW, requests, write_models
 from record import Recorder
 
 # Ranks meet on this machine, whose CPUs need not be of several NUMA nodes.
@@ -91,6 +92,9 @@ def answer_vllm(setup: Setup, folder: Path, chosen: argparse.Namespace) -> dict[
     ranks = setup.get("ranks", 1)
     os.environ["ENGINE_RANKS_SINKS"] = "1" if setup.get("sinks") else ""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if ranks == 1 else "1"
+    if setup.get("backend") == "transformers" and setup["model"] == "generated":
+        asked = requests("short"), NEW_TOKENS["short"], GENERATED_WINDOW
+        return {"short": tiny_model.answers_in_windows(folder / "llama", *asked, chosen.device)}
     if setup.get("backend") == "transformers":
         scale = image_models.scale_of(importlib.metadata.version("vllm"))
         given = folder / setup["model"], NEW_TOKENS["images"], chosen.device

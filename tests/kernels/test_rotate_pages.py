@@ -267,13 +267,14 @@ RAGGED = dataclasses.replace(PAGED, kv_source="ragged", page_size=0)
         (RAGGED, 4, 4096, 4096, True),
         (dataclasses.replace(PAGED, page_size=1), 1, 16384, 16384, True),
         (PAGED, 1, 2100, 2100, True),
-        (PAGED, 16, 1024, 1024, False),  # rows see 512 tokens
-        (dataclasses.replace(PAGED, causal=False), 16, 1024, 1024, True),
+        (PAGED, 16, 1024, 1024, True),
+        (PAGED, 32, 500, 500, False),  # rows see 250 tokens
+        (dataclasses.replace(PAGED, causal=False), 32, 500, 500, True),
         (PAGED, 4, 512, 16384, True),
         (PAGED, 4, 120, 16384, False),  # too few rows
         (dataclasses.replace(PAGED, num_q_heads=8), 4, 512, 16384, False),
-        (dataclasses.replace(PAGED, window_left=512), 4, 4096, 4096, False),
-        (dataclasses.replace(PAGED, window_left=2048), 4, 8192, 8192, True),
+        (dataclasses.replace(PAGED, window_left=200), 4, 4096, 4096, False),
+        (dataclasses.replace(PAGED, window_left=512), 4, 4096, 4096, True),
         (PAGED, 0, 0, 0, False),
     ],
     ids=str,

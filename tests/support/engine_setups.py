@@ -64,6 +64,7 @@ SGLANG_OPTIONS: dict[str, Setup] = {
 # On one card: other ways to run the same model.
 _CASCADE: Setup = {"model": "llama", "kinds": ("shared",), "graphs": "compiled", "cascade": True}
 _IMAGES: Setup = {"model": "paligemma", "kinds": ("images",)}
+_GENERATED: Setup = {"model": "generated", "kinds": ("short",)}
 VLLM_OPTIONS: dict[str, Setup] = {
     "llama-1": {"model": "llama"},
     "llama-1-other": {"model": "llama", "backend": "FLASH_ATTN"},
@@ -93,8 +94,10 @@ VLLM_OPTIONS: dict[str, Setup] = {
     "images-1": {**_IMAGES},  # whose tokens see each other; FLASH_ATTN wants FA4 for that
     "images-1-other": {**_IMAGES, "backend": "TRITON_ATTN"},
     "images-1-exact": {**_IMAGES, "backend": "transformers"},
-    "generated-1": {"model": "generated", "kinds": ("short",)},  # windows of generated tokens (R-SWA)
-    "generated-1-other": {"model": "generated", "kinds": ("short",), "backend": "TRITON_ATTN"},
+    "generated-1": {**_GENERATED},  # windows of generated tokens (R-SWA)
+    "generated-1-eager": {**_GENERATED, "graphs": "none"},
+    "generated-1-other": {**_GENERATED, "graphs": "none", "backend": "TRITON_ATTN"},  # 0.26 captures it without windows
+    "generated-1-exact": {**_GENERATED, "backend": "transformers"},
     "windows-1": {"model": "llama", "window": 100},
     "windows-1-other": {"model": "llama", "window": 100, "backend": "FLASH_ATTN"},
     "windows-1-blocks-64": {"model": "llama", "window": 100, "block_size": 64},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_model
 import torch
 from tiny_model import VOCABULARY, prompts
 
@@ -117,19 +118,15 @@ def answers(
         weight.data *= scale
     given, found = questions(), []
     for prompt, image in zip(given, images(len(given)), strict=True):
-        tokens, seen, steps = list(prompt), {}, []
+        tokens, seen = list(prompt), {}
         if image is not None:
             tokens = [IMAGE] * TOKENS + [BEGIN, *prompt, NEWLINE]
             pixels = torch.from_numpy(image).permute(2, 0, 1)[None] / 127.5 - 1
             seen = {"pixel_values": pixels.to(device)}
-        before = len(tokens)
-        with torch.no_grad():
-            for _ in range(count):
-                ids = torch.tensor([tokens], device=device)
-                kinds = torch.where(ids == IMAGE, int(is_causal), 1)  # tokens of kind 0 see each other
-                logits = model(input_ids=ids, token_type_ids=kinds, use_cache=False, **seen).logits[0, -1]
-                best = logits.float().log_softmax(-1).topk(5)
-                tokens.append(int(best.indices[0]))
-                steps.append(dict(zip(map(str, best.indices.tolist()), best.values.tolist(), strict=True)))
-        found.append({"tokens": tokens[before:], "logprobs": steps})
+
+        def logits_of(ids: torch.Tensor, seen: dict[str, torch.Tensor] = seen) -> torch.Tensor:
+            kinds = torch.where(ids == IMAGE, int(is_causal), 1)  # tokens of kind 0 see each other
+            return model(input_ids=ids, token_type_ids=kinds, use_cache=False, **seen).logits
+
+        found.append(tiny_model.greedy(logits_of, tokens, count, device))
     return found

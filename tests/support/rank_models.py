@@ -12,6 +12,7 @@ import torch
 from engine_turns import LLAMA
 
 VOCABULARY = 1000
+GENERATED_WINDOW = 16  # tokens after the prompt that a row of "generated" sees
 SIZES = {
     "hidden_size": 2048,
     "num_hidden_layers": 4,
@@ -70,7 +71,7 @@ def write_models(folder: Path, is_small: bool, is_wide: bool = False) -> None:
         return
     engine_features.write_e4m3(folder / "e4m3", folder / "llama")
     image_models.write_paligemma(folder / "paligemma")
-    tiny_model.write_reference_windows(folder / "generated", window=16)
+    tiny_model.write_reference_windows(folder / "generated", GENERATED_WINDOW)
     sizes, dtype = (SMALL, torch.float32) if is_small else (SIZES, torch.bfloat16)
     tiny_model.write_eagle(folder / "eagle", "llama")
     tiny_model.write_gpt_oss(folder / "gptoss", dtype)

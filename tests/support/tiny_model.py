@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -316,20 +318,40 @@ def expected_tokens(folder: Path, count: int, given_prompts: list[list[int]] | N
     return found
 
 
-def expected_tokens_in_windows(folder: Path, count: int, window: int) -> list[list[int]]:
-    """As expected_tokens, by a Llama whose rows see their prompt, and of the tokens after it those of a window."""
+def answers_in_windows(
+    folder: Path, asked: list[list[int]], count: int, window: int, device: str = "cpu"
+) -> list[dict[str, Any]]:
+    """Greedy tokens in fp32, and the log-probabilities of the best five, of a Llama whose rows see their prompt, and of
+    the tokens after it those of a window."""
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    found = []
-    for prompt in prompts():
-        tokens = list(prompt)
+    given = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = LlamaForCausalLM.from_pretrained(folder, **given).eval().to(device)
+
+    def masked(ids: torch.Tensor, seen: int) -> torch.Tensor:
+        t = torch.arange(ids.shape[1], device=device)
+        is_seen = (t <= t[:, None]) & ((t < seen) | (t[:, None] - t < window))
+        mask = torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+    return [greedy(functools.partial(masked, seen=len(prompt)), prompt, count, device) for prompt in asked]
+
+
+def greedy(
+    logits_of: Callable[[torch.Tensor], torch.Tensor], prompt: list[int], count: int, device: str
+) -> dict[str, Any]:
+    """Tokens after a prompt, and the log-probabilities of the best five at each step, by a model that is called with
+    all tokens so far."""
+    tokens, steps = list(prompt), []
+    with torch.no_grad():
         for _ in range(count):
-            q, t = torch.arange(len(tokens))[:, None], torch.arange(len(tokens))
-            is_seen = (t <= q) & ((t < len(prompt)) | (q - t < window))
-            mask = torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[None, None]
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([tokens]), attention_mask=mask, use_cache=False).logits
-            tokens.append(int(logits[0, -1].argmax()))
-        found.append(tokens[len(prompt) :])
-    return found
+            logits = logits_of(torch.tensor([tokens], device=device))[0, -1]
+            best = logits.float().log_softmax(-1).topk(5)
+            tokens.append(int(best.indices[0]))
+            steps.append(dict(zip(map(str, best.indices.tolist()), best.values.tolist(), strict=True)))
+    return {"tokens": tokens[len(prompt) :], "logprobs": steps}
+
+
+def expected_tokens_in_windows(folder: Path, count: int, window: int) -> list[list[int]]:
+    """As expected_tokens, under that mask."""
+    return [answer["tokens"] for answer in answers_in_windows(folder, prompts(), count, window)]
