@@ -186,7 +186,7 @@ def real(name: str, value: Any, *, positive: bool = False, error: type[Flashpage
         raise error(f"{name}={shown(value)} is of type {type(value).__name__}: pass a number.") from None
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number) or abs(number) >= _LARGEST_FLOAT or (positive and number <= 0):
+    if not abs(number) < _LARGEST_FLOAT or (positive and number <= 0):  # math.isfinite cannot be traced
         raise error(f"{name}={number} cannot be used: pass a {'positive ' if positive else ''}finite number of fp32.")
     if 0 < abs(number) < _LEAST_FLOAT:
         raise error(f"{name}={number} is too small for fp32: pass at least {_LEAST_FLOAT:.3g}, or 0.")
@@ -235,11 +235,7 @@ def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
     """Returns the tensor if it is dense, has values and requires no gradient."""
     if not isinstance(value, torch.Tensor):
         raise error(f"{name}={shown(value)} is not a tensor: pass a torch.Tensor.")
-    if value.requires_grad and torch.is_grad_enabled():
-        raise error(
-            f"{name} requires grad, but the output has no gradient. "
-            f"Call this under torch.no_grad(), or pass {name}.detach()."
-        )
+    no_gradient(value, name, error)
     if is_dynamo_compiling():  # the operator's implementation checks the rest
         return value
     if value.layout is not torch.strided:
@@ -254,6 +250,14 @@ def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
     if not is_plain and tensor_memory.waited(value) is value:
         tensor_memory.address(value, name, error)
     return value
+
+
+def no_gradient(value: torch.Tensor, name: str, error: type[FlashpageError]) -> None:
+    if value.requires_grad and torch.is_grad_enabled():
+        raise error(
+            f"{name} requires grad, but the output has no gradient. "
+            f"Call this under torch.no_grad(), or pass {name}.detach()."
+        )
 
 
 def dense_last(value: torch.Tensor, name: str, error: type[FlashpageError]) -> None:

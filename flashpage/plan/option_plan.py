@@ -155,12 +155,12 @@ class OptionPlan:
         status = self.slot.plan(self._address, batch.stream, False)
         if status == native.OTHER_BATCH:
             self._choose_for(batch)
-            status = self.slot.plan(self._address, batch.stream, True)
+            status = self._planned(batch)
             if self.gathered is not None and status == native.OVER_LIMIT:  # no room in addition to the partial results
                 self._choose(batch, None)
-                status = self.slot.plan(self._address, batch.stream, True)
-        if status == native.WORKSPACE_TOO_SMALL and self._make_int_room(batch, self.call.result.used_bytes):
-            status = self.slot.plan(self._address, batch.stream, True)
+                status = self._planned(batch)
+        elif status == native.WORKSPACE_TOO_SMALL:
+            status = self._planned(batch)
         self.check(status, batch)
         if self.call.made_parts:
             self.gathered = None
@@ -168,6 +168,13 @@ class OptionPlan:
             self.call.row_class = _ANY_ROWS
         self.generation = batch.generation
         self._use_mask_tiles(batch)
+
+    def _planned(self, batch: Batch) -> int:
+        """The status of a plan with the kernels that were chosen, for which int memory may grow."""
+        status = self.slot.plan(self._address, batch.stream, True)
+        if status == native.WORKSPACE_TOO_SMALL and self._make_int_room(batch, self.call.result.used_bytes):
+            status = self.slot.plan(self._address, batch.stream, True)
+        return status
 
     def _use_mask_tiles(self, batch: Batch) -> None:
         """Allocates the memory for a mask's tiles, together with the plan."""

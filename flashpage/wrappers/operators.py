@@ -112,6 +112,8 @@ def run(
     lists of a SelectedAttention (latent_sparse.py)."""
     checks.flag("return_lse", return_lse, RunError)
     q, cache, out, lse = tensors
+    parts = [part for part in cache if part is not None] if isinstance(cache, tuple) else [cache]
+    _check_gradients(wrapper, tensors, parts, (*scales, None), sinks)
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], wrapper.options.head_dim_vo), dtype=wrapper.out_dtype)
     if return_lse and lse is None:
@@ -120,12 +122,21 @@ def run(
     arrays = [s if isinstance(s, torch.Tensor) else None for s in (*scales, None)]
     name = f"run_{wrapper.options.kv_source}{'_captured' if wrapper.is_graph else ''}"
     operator = getattr(torch.ops.flashpage, name)
-    parts = [part for part in cache if part is not None] if isinstance(cache, tuple) else [cache]
-    for given, tensor in (("q", q), *(("paged_kv_cache", part) for part in parts)):
-        checks.tensor(tensor, given, RunError)  # compiled code passes tensors that require no gradient
     of_inputs = (*numbers[:3], *arrays[:3])
     operator(wrapper.handle, q, parts, out, lse, *values, *of_inputs, sinks, enable_pdl, numbers[3], arrays[3], indices)
     return (out, lse) if return_lse else out
+
+
+def _check_gradients(
+    wrapper: Runnable, tensors: Tensors, parts: list[torch.Tensor], scales: tuple[Any, ...], sinks: torch.Tensor | None
+) -> None:
+    """Refuses tensors that require one: the operator itself gets none of these from compiled code."""
+    of_parts = ("k", "v") if wrapper.options.kv_source == "ragged" else ("paged_kv_cache",) * len(parts)
+    given = {"q": tensors.q, "out": tensors.out, "lse": tensors.lse, "sinks": sinks}
+    of_scales = zip(("q_scale", "k_scale", "v_scale", "o_scale"), scales, strict=False)
+    for name, value in (*given.items(), *zip(of_parts, parts, strict=False), *of_scales):
+        if isinstance(value, torch.Tensor):
+            checks.no_gradient(value, name, RunError)
 
 
 def _run(

@@ -217,6 +217,17 @@ def test_metadata_that_is_kept(plans: list[str]) -> None:
         torch.compile(with_step, fullgraph=True, backend="aot_eager")(given)
 
 
+def test_scales_that_are_numbers_may_change() -> None:
+    """Dynamo traces a number that changes as a symbol, and does not break the graph."""
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for descale in (1.0, 2.0, 3.0):
+        given = in_e4m3(torch.tensor([descale]))
+        expected = layer(again(given))
+        found = compiled(again(given) | {"descale_k": descale})
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -227,6 +238,7 @@ def test_metadata_that_is_kept(plans: list[str]) -> None:
         ({"q": dense()["q"].requires_grad_()}, "q requires grad, but the output has no gradient"),
         ({"k_cache": dense()["k_cache"].requires_grad_()}, "k_cache requires grad"),
         (in_e4m3(-1.0), "descale_k=-1.0 cannot be used"),
+        (in_e4m3(torch.ones(1, requires_grad=True)), "descale_k requires grad"),
         ({"num_splits": torch.zeros(3).int()}, "num_splits is .*: leave it None"),
         ({"tile_scheduler_metadata": None}, "tile_scheduler_metadata=None: pass the first result of get_mla_metadata"),
     ],

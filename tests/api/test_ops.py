@@ -142,6 +142,13 @@ def test_compiled_runs_refuse_tensors_that_require_grad(q: torch.Tensor, cache: 
     with torch.no_grad():
         assert not compiled().requires_grad
     given.requires_grad_(False)
+    sinks = torch.zeros(HEADS, requires_grad=True)
+    with pytest.raises(flashpage.RunError, match="^sinks requires grad"):
+        torch.compile(lambda: wrapper.run(q, cache, sinks=sinks), backend="aot_eager")()
+    scale, out = torch.ones(1, requires_grad=True), torch.zeros_like(q, requires_grad=True)
+    for name, own in (("k_scale", {"k_scale": scale}), ("out", {"out": out * 1})):
+        with pytest.raises(flashpage.RunError, match=f"^{name} requires grad"):
+            torch.compile(lambda own=own: wrapper.run(q, cache, **own), backend="aot_eager")()
     v = torch.randn(5, HEADS, DIM, requires_grad=True)
     with pytest.raises(flashpage.RunError, match="^v_a requires grad"):
         torch.compile(flashpage.merge_state, backend="aot_eager")(v, q.new_zeros(5, HEADS), v, q.new_zeros(5, HEADS))

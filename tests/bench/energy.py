@@ -77,18 +77,18 @@ def spend(
     while not waiting[-1]():
         time.sleep(PAUSE)
     begin = time.perf_counter()
-    while True:
-        call()
-        calls += 1
-        waiting.append(mark())
-        has_moved = steps.look()
-        while len(waiting) > AHEAD and not waiting[0]():
+    is_over = False
+    while not is_over:
+        while len(waiting) <= AHEAD:  # a look at the counter may take longer than a call
+            call()
+            calls += 1
+            waiting.append(mark())
+        is_over = steps.look() and steps.seconds >= seconds
+        while not waiting[0]() and not is_over:
             time.sleep(PAUSE)
-            has_moved = steps.look() or has_moved
+            is_over = steps.look() and steps.seconds >= seconds
         while waiting and waiting[0]():
             waiting.popleft()
-        if has_moved and steps.seconds >= seconds:
-            break
     while waiting and not waiting[-1]():
         time.sleep(PAUSE)
     us = (time.perf_counter() - begin) / calls * 1e6

@@ -62,8 +62,8 @@ def test_captured_steps_read_the_prompts_where_they_are(device: str) -> None:
 
 
 def test_what_is_refused_at_configuration() -> None:
-    def config(window: int | None, ranks: int = 1) -> SimpleNamespace:
-        parallel = SimpleNamespace(decode_context_parallel_size=ranks)
+    def config(window: int | None, ranks: int = 1, halves: bool = False) -> SimpleNamespace:
+        parallel = SimpleNamespace(decode_context_parallel_size=ranks, use_ubatching=halves)
         return SimpleNamespace(model_config=SimpleNamespace(rswa_window=window), parallel_config=parallel)
 
     plain, slopes = Form().layer(), Form(slopes=(0.5, 0.25, 0.1, 0.05)).layer()
@@ -71,6 +71,7 @@ def test_what_is_refused_at_configuration() -> None:
         assert reference_windows.refusal(*served) is None
     for refused, word in (
         ((config(8, 2), plain, False), "context parallelism"),
+        ((config(8, halves=True), plain, False), "two halves"),
         ((config(8), plain, True), "batch invariance"),
         ((config(8), slopes, False), "ALiBi"),
     ):

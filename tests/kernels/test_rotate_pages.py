@@ -256,6 +256,20 @@ def test_other_batches_rotate_in_the_kernel(as_on_hopper: None, what: str, monke
 
 
 H200 = devices.H200
+
+
+@pytest.mark.usefixtures("as_on_hopper")
+def test_no_room_in_either_workspace() -> None:
+    """The plan needs more int memory, and then has no room for copies next to its partial results."""
+    floats, ints = (torch.empty(size, dtype=torch.uint8) for size in (1_700_000, 512))
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(floats)
+    wrapper.reset_workspace_buffer(floats, ints)
+    pages = torch.tensor([0, 188]), torch.arange(188), torch.tensor([8])
+    rope = {"pos_encoding_mode": "ROPE_LLAMA", "q_data_type": torch.bfloat16}
+    wrapper.plan(torch.tensor([0, 120]), *pages, 4, 2, 64, 16, causal=True, **rope)
+    assert copy_of(wrapper) is None
+
+
 PAGED = Options("paged", 32, 8, 128, 128, 16, *[DType.BFLOAT16] * 3, causal=True, position_encoding="ROPE_LLAMA")
 RAGGED = dataclasses.replace(PAGED, kv_source="ragged", page_size=0)
 

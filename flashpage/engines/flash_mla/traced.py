@@ -67,7 +67,9 @@ def call(*args: Any, descale_q: Any, descale_k: Any) -> Result:
 
 def _one(name: str, value: Any, like: torch.Tensor) -> torch.Tensor | None:
     """A scale of a tensor, which may be a number."""
-    if value is None or isinstance(value, torch.Tensor):
-        return value
+    if isinstance(value, torch.Tensor):
+        return checks.tensor(value, name, RunError)
+    if value is None:
+        return None
     number = checks.real(name, value, positive=True, error=RunError)
     return torch.full((1,), number, dtype=torch.float32, device=like.device)

@@ -50,6 +50,7 @@ def refusals(config: Any, is_batch_invariant: bool) -> list[str]:
         f"flashpage: windows of generated tokens (R-SWA) are not served with {what}"
         for is_unserved, what in (
             (ranks > 1, "decode context parallelism"),
+            (getattr(config.parallel_config, "use_ubatching", False), "steps in two halves, as vLLM drops the prompts"),
             (is_batch_invariant, "batch invariance, as masked steps have another kernel"),
         )
         if is_unserved
