@@ -12,7 +12,7 @@ CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc
 help:
 	@echo 'make demo    a small model decodes a batch through paged KV; its tokens are checked against torch'
 	@echo 'make test    the test suite'
-	@echo 'make test-fast  the part of it that answers within 90 seconds'
+	@echo 'make test-fast  the part of it that answers within three minutes'
 	@echo 'make test-engines  real engines of vLLM and SGLang on the CPU, which it downloads'
 	@echo 'make fuzz    random batches against the reference, and plans (MINUTES=30 in all, SEED=1, ARGS for pytest)'
 	@echo 'make soak    plans and runs without end (SIZE=1: 10^6 plans, DEVICE=cpu)'

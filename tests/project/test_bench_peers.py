@@ -125,6 +125,8 @@ def test_errors_over_fp8_are_against_fp64(kv_dtype: torch.dtype, finds: bool, pe
     )
     assert exact.dtype == torch.float64
     assert (batch.error(exact * (1 + 1e-9)) == pytest.approx(1e-9, rel=1e-3)) == finds
+    with pytest.raises(RuntimeError, match="its output is not finite"):
+        batch.error(exact * float("nan"))
 
 
 def test_xqa_runs_only_if_it_is_named(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
