@@ -60,8 +60,13 @@ class FunctionPlan:
     def on_device(self, tables: Tables, key: Hashable = None, owner: torch.Tensor | None = None) -> Attention:
         """The Attention, after it planned such lengths on the device, unless `key` is the newest plan's: the key of
         layers that have equal lengths and run one after the other, all of them or none in a graph. `owner`: memory from
-        outside of the graph that a graph reads, without which nobody replays it; None: graphs are kept for ever."""
-        if key is not None and key == self._held:
+        outside of the graph that a graph reads, without which nobody replays it; None: graphs are kept for ever.
+
+        A replay makes the plan of its graph, so once a call was captured every other call plans.
+        """
+        captures = is_capturing(self.attention.device)
+        self._is_captured |= captures
+        if key is not None and key == self._held and (captures or not self._is_captured):
             return self._used(owner)
         self._held = None
         given = TableLengths(

@@ -70,6 +70,7 @@ class SelectedAttention(LatentAttention):
         second = self._local.second
         for part in bound.parts:
             part.params.kv_indices = tensor_memory.address(self._local.indices, "indices", RunError)
+            part.params.num_kv_indices = self._local.indices.numel()  # a plan counts the entries of both lists
             if second is not None:
                 second.read_from(part.params, self.options, self._local.indices.shape[1])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from reference import Options, attention
 
 from flashpage import CapabilityError, FlashpageError, RunError, compat, flash_mla
+from flashpage.wrappers import function_plans
 from flashpage.wrappers.base import Attention
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
@@ -57,6 +59,17 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         monkeypatch.setattr(Attention, name, plan)
     return found
+
+
+def test_calls_plan_again_once_a_graph_has_the_plan(planned: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay makes the plan of its graph in the memory of theirs."""
+    monkeypatch.setattr(function_plans, "_local", threading.local())  # no other test's plans
+    given, captured = dense(), []
+    for captures, plans in ((False, 1), (False, 1), (True, 2), (True, 2), (False, 3), (False, 4)):
+        monkeypatch.setattr(function_plans, "is_capturing", lambda _, captures=captures: captures)
+        captured.append(flash_mla.flash_mla_with_kvcache(**given)[0])
+        assert len(planned) == plans
+    assert all(torch.equal(out, captured[0]) for out in captured)
 
 
 @pytest.mark.parametrize("kind", [dense, sparse], ids=["dense", "sparse"])

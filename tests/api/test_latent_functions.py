@@ -242,6 +242,8 @@ def test_flashinfer(rows: int, device: str) -> None:
     scales = {"bmm1_scale": torch.full((1,), SCALE, device=device), "bmm2_scale": 0.5}
     found = batch.flashinfer(**scales, sinks=[sinks.to(device)])
     check((found,), (batch.expected(sinks=sinks)[0] * 0.5,))
+    found = batch.flashinfer(**scales | {"bmm2_scale": torch.full((1,), 0.5, device=device)}, sinks=[sinks.to(device)])
+    check((found,), (batch.expected(sinks=sinks)[0] * 0.5,))
     plain = batch.flashinfer()
     arguments = (batch.q, batch.cache, WORKSPACE, 32, CKV, KPE, batch.tables, batch.lengths, 64)
     assert torch.equal(mla.xqa_batch_decode_with_kv_cache_mla(*arguments, bmm1_scale=SCALE), plain)

@@ -146,6 +146,7 @@ struct LatentAttention {
                             const Place& place) {
     const Unit& unit = place.unit;
     const bool is_partial = place.item.partial_row >= 0;
+    const float value_scale = latent_value_scale<Traits>(params, place.item, unit);
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll
@@ -153,7 +154,7 @@ struct LatentAttention {
         const int row = warp_row() + m * 16 + half * 8 + lane() / 4;
         const float sum = quad_sum(state.sum[m][half]);
         if (row >= unit.num_rows) continue;
-        const float inverse = sum > 0.f ? params.value_scale / sum : 0.f;
+        const float inverse = sum > 0.f ? value_scale / sum : 0.f;
         const i64 offset = shared.out_offset[place.parity][row] + first_column();
         for_each_column_pair<Traits>(values[m], half, lane(), [&](int at, float first, float second) {
           store_pair<Traits>(params, is_partial, offset + at, first * inverse, second * inverse);
