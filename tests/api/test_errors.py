@@ -148,6 +148,16 @@ SINGLE += (None, None, None, "auto", False, None, 2.0)  # scale_k=1 and k_scale=
         ("single_decode_with_kv_cache", (torch.zeros(1, 4, 64),) * 3, "one row"),
         ("single_prefill_with_kv_cache", (torch.zeros(4, 64),) * 3, "three dimensions"),
         ("single_prefill_with_kv_cache", SINGLE, "k_scale"),
+        (
+            "single_decode_with_kv_cache",
+            (torch.zeros(8, 128), *(torch.zeros(3, 8, 64),) * 2),
+            "q has 128 columns and k 64: pass equal",
+        ),
+        (
+            "single_prefill_with_kv_cache",
+            (torch.zeros(2, 8, 64), *(torch.zeros(3, 8, 128),) * 2),
+            "q has 64 columns and k 128: pass equal",
+        ),
     ],
 )
 def test_bad_function_argument(function: str, arguments: tuple[Any, ...], says: str) -> None:
