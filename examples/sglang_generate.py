@@ -1,6 +1,11 @@
 """SGLang generates with flashpage as its attention, on the CPU or on a card; its tokens are those of transformers."""
 
+import importlib.util
+import sys
 import tempfile
+
+if importlib.util.find_spec("sglang") is None:
+    sys.exit("SGLang is not installed: pip install -e '.[sglang]' in the checkout, or pip install sglang")
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig

@@ -1,8 +1,12 @@
 """vLLM generates with flashpage as its attention, on the CPU or on a card; its tokens are those of transformers."""
 
+import importlib.util
 import os
+import sys
 import tempfile
 
+if importlib.util.find_spec("vllm") is None:
+    sys.exit("vLLM is not installed: pip install -e '.[vllm]' in the checkout, or pip install vllm")
 # On the CPU vLLM takes no name of a backend: flashpage stands in place of CPU_ATTN. On a card, "CUSTOM" chooses it.
 os.environ["FLASHPAGE_VLLM"] = "on"
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -14,6 +14,7 @@ from . import kv_formats, latent_formats
 
 SPLIT_BALANCED, SPLIT_NEVER = 0, -1  # csrc/flashpage.h, fp_schedule::fixed_piece_tokens
 _LONGEST = 2**30  # tokens: more than any context
+_HEAD_DIMS = range(16, 513, 8)  # columns of K and of V that some kernel of every device takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,12 +228,13 @@ def check_options(
     dim_names: tuple[str, str] = ("head_dim_qk", "head_dim_vo"),
 ) -> Options:
     """Checks every argument of `plan` except the lengths. Options that no kernel supports are refused later
-    (choose.py). `dim_names`: the caller's."""
+    (choose.py), but for head dims that none takes. `dim_names`: the caller's."""
     page_size = checks.whole("page_size", page_size, 1) if kv_source != "ragged" else 0
     num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
     q_dtype = checks.dtype("q_data_type", q_data_type)
-    head_dim_qk = checks.whole("head_dim_qk", head_dim_qk, 1)
-    head_dim_vo = checks.whole("head_dim_vo", head_dim_qk if head_dim_vo is None else head_dim_vo, 1)
+    if kv_source not in latent_formats.SOURCES:
+        head_dim_qk = check_head_dim(dim_names[0], head_dim_qk)
+        head_dim_vo = head_dim_qk if head_dim_vo is None else check_head_dim(dim_names[1], head_dim_vo)
     stored = kv_formats.check(kv_format, kv_data_type, q_dtype)
     kv_formats.check_columns(stored, head_dim_qk, head_dim_vo, dim_names)
     return Options(
@@ -276,6 +278,15 @@ def check_heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
             "same number of query heads."
         )
     return num_qo_heads, num_kv_heads
+
+
+def check_head_dim(name: str, value: Any) -> int:
+    """The columns of a row of K or V."""
+    dim = checks.whole(name, value, -(2**31))
+    if dim not in _HEAD_DIMS:
+        error = CapabilityError if dim > 0 else PlanError
+        raise error(f"{name}={dim} is not supported: pass a multiple of 8 from {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]}.")
+    return dim
 
 
 def check_window(window_left: Any) -> int:

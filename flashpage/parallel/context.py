@@ -11,7 +11,7 @@ import torch
 from ..base import checks
 from ..base.errors import CapabilityError, PlanError, RunError
 from ..base.unique import Unique
-from ..kernels.options import check_window
+from ..kernels.options import check_head_dim, check_window
 from ..plan.lengths import Lengths, Names, all_to_host, batch_of
 from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES, check_output
@@ -163,7 +163,7 @@ class ContextParallelAttention(Unique):
                 "paged",
                 num_qo_heads,
                 num_kv_heads,
-                checks.whole("head_dim", head_dim, 1),
+                check_head_dim("head_dim", head_dim),
                 page_size,
                 head_dim_vo,
                 sm_scale=sm_scale,

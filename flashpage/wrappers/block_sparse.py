@@ -10,7 +10,7 @@ import torch
 from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.unique import Unique
-from ..kernels.options import RunOptions, checked_values
+from ..kernels.options import RunOptions, check_head_dim, checked_values
 from ..plan.lengths import Lengths, Names, all_to_host, batch_of
 from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
@@ -140,7 +140,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             "paged",
             num_qo_heads,
             num_kv_heads,
-            checks.whole("head_dim", head_dim, 1),
+            check_head_dim("head_dim", head_dim),
             C,
             has_mask=custom_mask is not None,
             causal=causal,

@@ -24,9 +24,10 @@ _PAIRS = (tuple, list)
 
 def use_run_names(error: FlashpageError, query: Any, kv_cache: Any) -> None:
     """Puts the caller's names into an error of a run in place of the inner interface's."""
-    error.use_names({"q": "q_nope and q_pe" if query is None else "query"})
-    if query is not None:
-        error.use_names({"q_nope": "query[0]", "q_pe": "query[1]"})
+    if query is None:
+        error.use_names({"q": "q_nope and q_pe", "q has": "q_nope and q_pe have", "q is": "q_nope and q_pe are"})
+    else:
+        error.use_names({"q": "query", "q_nope": "query[0]", "q_pe": "query[1]"})
     if kv_cache is None:
         error.use_names(_INNER)
     else:

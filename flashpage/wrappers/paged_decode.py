@@ -123,10 +123,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
                 illegal address there.
             last_page_len: [batch], tokens in each request's last page, 1 to page_size (0 too where it has no
                 pages). None: `seq_lens` gives the tokens, or each page has one.
-            num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
+            num_qo_heads, num_kv_heads: query heads, a multiple of KV heads; the most of any layer: runs may have fewer.
             head_dim, page_size: columns of q, K and V; tokens of a page.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" (the kernel rotates q and K) or "ALIBI", whose bias is 0 at
-                the row's own token: FlashInfer's is larger by slope * (KV length - query length), see the README.
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (the kernel rotates q and K) or "ALIBI", whose bias is 0 at the
+                row's own token, unlike FlashInfer's (docs/coming-from/flashinfer.md).
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: no cap.
             q_data_type, kv_data_type, o_data_type: types of q ("float16"), of the cache (q's; torch.uint8: nvfp4) and

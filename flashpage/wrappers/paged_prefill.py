@@ -138,7 +138,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
                 illegal address on a card, where numbers are checked only with FLASHPAGE_CHECK_INDICES=on.
             paged_kv_last_page_len: [batch], tokens in each request's last page, 1 to page_size (0 too
                 where it has no pages). None: `seq_lens` gives the tokens, or each page has one.
-            num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
+            num_qo_heads, num_kv_heads: query heads, a multiple of KV heads; the most of any layer: runs may have fewer.
             head_dim_qk, head_dim_vo: of q and K; of V and the output (None: the same).
             page_size: tokens a page.
             custom_mask: each request's q_len x kv_len booleans (True: visible), flattened and joined; it replaces
@@ -146,8 +146,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
                 custom_mask_buf.
             packed_custom_mask: the mask as bits, `segment_packbits(mask, indptr, bitorder="little")`.
             causal: row r of a request sees tokens up to kv_len - q_len + r.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" (the kernel rotates q and K) or "ALIBI", whose bias is 0 at
-                the row's own token: FlashInfer's is larger by slope * (KV length - query length), see the README.
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (the kernel rotates q and K) or "ALIBI", whose bias is 0 at the
+                row's own token, unlike FlashInfer's (docs/coming-from/flashinfer.md).
             sm_scale: multiplies the scores; None: head_dim_qk ** -0.5.
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: no cap.

@@ -82,7 +82,7 @@ class DecodeArguments(NamedTuple):
             kv_source="paged",
             num_qo_heads=self.num_qo_heads,
             num_kv_heads=self.num_kv_heads,
-            head_dim_qk=checks.whole("head_dim", self.head_dim, 1),
+            head_dim_qk=self.head_dim,
             head_dim_vo=None,
             page_size=self.page_size,
             q_data_type=q_data_type,

@@ -10,6 +10,7 @@ import torch
 from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.unique import Unique
+from ..kernels.options import check_head_dim
 from ..plan.lengths import Lengths, Names, all_to_host
 from ..plan.page_indices import Mask, Pages, kept
 from .base import DECODE, RAGGED, Attention
@@ -295,7 +296,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
             "paged",
             num_qo_heads,
             num_kv_heads,
-            checks.whole("head_dim", head_dim, 1),
+            check_head_dim("head_dim", head_dim),
             page_size,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,

@@ -117,6 +117,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         Args:
             qo_indptr: [batch + 1], where each request's rows begin in q.
             kv_indptr: [batch + 1], where each request's tokens begin in k and v.
+            num_qo_heads, num_kv_heads: query heads, a multiple of KV heads; the most of any layer: runs may have fewer.
             fixed_split_size: tokens.
             qo_indptr_cpu, kv_indptr_cpu: copies of the first two on the host, read in their place.
             seq_lens: [batch], tokens of each request if they are fewer than kv_indptr says.

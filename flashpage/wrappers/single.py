@@ -192,12 +192,15 @@ def plan_of_one(
         if not is_given:
             name = kv_formats.stored_as(k.dtype)
             kv_type = checks.dtype_of(k, "k", RunError, f", or kv_format={name!r} with kv_cache_sf" if name else "")
+        k_columns, v_columns = (kv_formats.columns_of(t, kv_format, kv_type, q_dtype, i) for i, t in enumerate((k, v)))
+        if k_columns != q.shape[2]:
+            raise RunError(f"q has {q.shape[2]} columns and k {k_columns}: pass equal numbers of columns.")
         arguments = PrefillArguments(
             "ragged",
             q.shape[1],
             k.shape[head],
             q.shape[2],
-            head_dim_vo=kv_formats.columns_of(v, kv_format, kv_type, q_dtype, 1),
+            head_dim_vo=v_columns,
             has_mask=of_one is not None,
             q_data_type=q_dtype,
             kv_data_type=kv_type,

@@ -41,8 +41,9 @@ _REASONS = {
     "uses_spcompress": "it belongs to the trtllm-gen kernels: leave it None",
 }
 _USUAL = (None, False)
-_NAMES = {"head_dim_qk": "head_dim of query", "head_dim_vo": "head_dim of query", "q_data_type": "dtype of query"}
-_NAMES |= {"kv_data_type": "dtype of kv_cache", "o_data_type": "out_dtype (or out's dtype)"}
+_NAMES = dict.fromkeys(("head_dim", "head_dim_qk", "head_dim_vo"), "head_dim of query")
+_NAMES |= {"q_data_type": "dtype of query", "kv_data_type": "dtype of kv_cache"}
+_NAMES |= {"o_data_type": "out_dtype (or out's dtype)"}
 
 
 class _Call(NamedTuple):

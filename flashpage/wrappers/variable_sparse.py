@@ -9,7 +9,7 @@ import torch
 
 from ..base import checks, tensor_memory
 from ..base.errors import FlashpageError, PlanError, RunError
-from ..kernels.options import check_heads
+from ..kernels.options import check_head_dim, check_heads
 from ..plan.lengths import Lengths, Names, all_to_host, check_numbers
 from ..plan.page_indices import Pages
 from .block_sparse import NAMES, SparseWrapper
@@ -75,7 +75,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             "paged",
             num_q_heads // num_kv_heads,
             1,
-            checks.whole("head_dim", head_dim, 1),
+            check_head_dim("head_dim", head_dim),
             page,
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,

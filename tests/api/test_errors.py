@@ -36,6 +36,26 @@ def test_there_are_enough_rows() -> None:
     assert len({str(row) for row in TABLE}) == len(TABLE)
 
 
+_ONE, _MASK = ints(0, 1), torch.ones(1, 1, 1, dtype=torch.bool)
+_OTHER_PLANS: list[tuple[str, tuple[Any, ...]]] = [  # plans that take head_dim, with 65
+    ("BlockSparseAttentionWrapper", (_ONE, ints(0), 1, 1, 1, 1, 1, 1, 65)),
+    ("VariableBlockSparseAttentionWrapper", (_MASK, ints(1)[None], ints(1)[None], 1, 1, 65)),
+    ("PODWithPagedKVCacheWrapper", (_ONE, ints(0), ints(1), 1, 1, 65, 16)),
+    ("BatchPODWithPagedKVCacheWrapper", (*(_ONE, _ONE, ints(0), ints(1)) * 2, 1, 1, 65, 16)),
+    ("MultiLevelCascadeAttentionWrapper", ([_ONE], [_ONE], [ints(0)], [ints(1)], 1, 1, 65, 16)),
+    ("BatchDecodeWithSharedPrefixPagedKVCacheWrapper", (_ONE, ints(0), ints(1), 1, 1, 65, 16)),
+    ("BatchPrefillWithSharedPrefixPagedKVCacheWrapper", (_ONE, _ONE, ints(0), ints(1), 1, 1, 65, 16)),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), _OTHER_PLANS, ids=[name for name, _ in _OTHER_PLANS])
+def test_a_head_dim_of_no_kernel_has_the_callers_name(name: str, arguments: tuple[Any, ...]) -> None:
+    levels = [1] if "Level" in name else []
+    wrapper = getattr(flashpage, name)(*levels, workspace())
+    with pytest.raises(CapabilityError, match="^head_dim=65 is not supported: pass a multiple of 8 from 16 to 512"):
+        wrapper.plan(*arguments) if hasattr(wrapper, "plan") else wrapper.begin_forward(*arguments)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_run_without_a_plan(kind: str) -> None:
     name, plan_arguments, run_arguments = KINDS[kind]
@@ -148,6 +168,16 @@ SINGLE += (None, None, None, "auto", False, None, 2.0)  # scale_k=1 and k_scale=
         ("single_decode_with_kv_cache", (torch.zeros(1, 4, 64),) * 3, "one row"),
         ("single_prefill_with_kv_cache", (torch.zeros(4, 64),) * 3, "three dimensions"),
         ("single_prefill_with_kv_cache", SINGLE, "k_scale"),
+        (
+            "single_decode_with_kv_cache",
+            (torch.zeros(8, 128), *(torch.zeros(3, 8, 64),) * 2),
+            "q has 128 columns and k 64: pass equal",
+        ),
+        (
+            "single_prefill_with_kv_cache",
+            (torch.zeros(2, 8, 64), *(torch.zeros(3, 8, 128),) * 2),
+            "q has 64 columns and k 128: pass equal",
+        ),
     ],
 )
 def test_bad_function_argument(function: str, arguments: tuple[Any, ...], says: str) -> None:

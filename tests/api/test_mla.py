@@ -149,6 +149,7 @@ def test_refused_runs() -> None:
         ((q_nope, q_pe, ckv[:, :8], kpe[:, :8]), {}, "^ckv_cache has pages of 8 tokens but the plan"),
         ((torch.cat([q_nope, q_nope], 1), torch.cat([q_pe, q_pe], 1), ckv, kpe), {}, "32 heads .* for num_heads=16"),
         ((q_nope, q_pe, ckv[:2], kpe[:2]), {}, "kv_indices reach"),
+        ((q_nope.double(), q_pe.double(), ckv, kpe), {}, "^q_nope and q_pe have dtype torch.float64 but the plan is"),
         (
             (q_nope, q_pe, ckv, kpe),
             {"ckv_scale": 0.0},

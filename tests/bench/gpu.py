@@ -266,6 +266,9 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = {s: [i for i, case in enumerate(SECTIONS[s]) if arguments.only in case.name] for s in arguments.sections}
     if not arguments.apart and set(libraries) & set(ALONE) and sum(map(len, chosen.values())) > 1:
         parser.error(f"{', '.join(ALONE)} ends a process in which it computes several cases: pass --apart")
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        print("skipped: torch finds no GPU here")
+        return 0
     has_failed = partial(has_failed_apart, arguments) if arguments.apart else Session(arguments).has_failed
     failed = 0
     for section, indices in chosen.items():

@@ -115,8 +115,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if ends spread by 5%% or more")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("torch finds no GPU here", file=sys.stderr)
-        return 1
+        print("skipped: torch finds no GPU here")
+        return 0
     clock, uneven = GpuClock(arguments.repeats), []
     for case in (*DECODE, *MORE_DECODE):
         if case.name not in CASES if arguments.only is None else arguments.only not in case.name:

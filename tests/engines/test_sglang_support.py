@@ -23,7 +23,7 @@ HRM = SimpleNamespace(architectures=["HrmTextForCausalLM"], model_type="hrm_text
         ({"model_config": {"attention_chunk_size": 8192}}, "attention in chunks.* Llama 4 alone"),
         (CHUNKED | {"server_args": {"speculative_eagle_topk": 2}}, "--speculative-eagle-topk 2: .* chunks"),
         ({"model_config": {"hf_config": HRM}}, "HRM-Text.* Choose --attention-backend triton"),
-        ({"model_config": {"head_dim": 100}}, "no kernel"),
+        ({"model_config": {"head_dim": 100}}, "head_dim=100 is not supported"),
     ],
 )
 def test_models_that_cannot_be_served(changes: dict[str, Any], reason: str) -> None:

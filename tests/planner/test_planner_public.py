@@ -11,6 +11,7 @@ import pytest
 from planner_batches import Batch
 from planner_checks import all_units
 
+from flashpage.base.dtypes import DType
 from flashpage.errors import CapabilityError, PlanError
 from flashpage.kernels import ATTENTION
 from flashpage.kernels import tile as tiles
@@ -194,7 +195,9 @@ def test_few_rows_are_planned_for_two_ctas_an_sm(rows: list[int], tokens: list[i
 def test_a_refusal_begins_with_the_most_useful_line(backend: str, first: str) -> None:
     """The kernel that takes the most where the work is; kernels of another backend are not named."""
     with pytest.raises(CapabilityError) as caught:
-        plan_lengths(None, [100], head_dim=520, backend=backend)
+        plan_lengths(None, [100], dtype=DType.FLOAT8_E5M2, backend=backend)
     lines = str(caught.value).splitlines()[1:]
     assert len(lines) == sum(kernel.backend == backend for kernel in ATTENTION)
-    assert lines[0].startswith(f"  {first}: head_dim_qk 520 is not a multiple of 8 from 16 to 512")
+    assert lines[0].startswith(f"  {first}: o_data_type float8_e5m2 is not among ")
+    with pytest.raises(CapabilityError, match="^head_dim=520 is not supported: pass a multiple of 8 from 16 to 512"):
+        plan_lengths(None, [100], head_dim=520, backend=backend)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -249,6 +250,17 @@ def test_every_benchmark_has_its_program(bench_path: None) -> None:
 
     for benchmark in BENCHMARKS.values():
         assert (BENCH / benchmark.program[0]).is_file(), benchmark.program
+
+
+@pytest.mark.parametrize(("ended", "code"), [([0, 0], 0), ([0, 2], 2), ([1, 0], 1), ([0, -11], 1)])
+def test_exit_codes(bench_path: None, monkeypatch: pytest.MonkeyPatch, ended: list[int], code: int) -> None:
+    import run
+
+    codes = iter(ended)
+    monkeypatch.setattr(run, "commit", lambda: "")
+    monkeypatch.setattr(run.subprocess, "run", lambda _: SimpleNamespace(returncode=next(codes)))
+    monkeypatch.setattr(sys, "argv", ["run.py", "host", "cpu"])
+    assert run.main() == code and next(codes, None) is None
 
 
 def test_latent_cases_refuse_what_no_library_is_given(bench_path: None) -> None:

@@ -98,10 +98,21 @@ def test_wrong_benchmark() -> None:
 
 
 @pytest.mark.parametrize(
-    "words, code, says", [("plan --help", 0, "--largest"), ("plan cpu --small", 2, "pass one benchmark")]
+    "words, code, says",
+    [
+        ("plan --help", 0, "--largest"),
+        ("plan cpu --small", 2, "pass one benchmark"),
+        ("cpu --bogus", 2, "--bogus"),
+        ("decode --libraries nope", 2, "no library 'nope'"),
+        ("counters --library nope", 2, "'nope'"),
+        ("vllm", 0, "== vllm: skipped, torch finds no GPU here"),
+        ("decode --libraries flashpage,xqa --apart", 0, "\nskipped: torch finds no GPU here"),
+        ("trace --repeats 1", 0, "\nskipped: torch finds no GPU here"),
+    ],
 )
 def test_options_of_a_benchmark(words: str, code: int, says: str) -> None:
-    done = programs.run(["-m", "flashpage", "bench", *words.split()])
+    no_card = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = programs.run(["-m", "flashpage", "bench", *words.split()], env=no_card)
     assert done.returncode == code and says in done.stdout + done.stderr
 
 

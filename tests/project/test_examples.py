@@ -18,6 +18,17 @@ SHOWN = dict(_SHOWN.findall((FOLDER / "README.md").read_text()))
 MOST_SECONDS = 20  # of processor time, a first run's compiler included, but not the import of torch
 
 
+ENGINES = ("vllm", "sglang")
+
+
+def is_installed(engine: str) -> bool:
+    try:  # not by importing it: other tests have stand-ins of that name
+        importlib.metadata.distribution(engine)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def test_each_program_is_shown() -> None:
     assert sorted(SHOWN) == sorted(path.stem for path in FOLDER.glob("*.py"))
     assert len(SHOWN) >= 14
@@ -28,11 +39,8 @@ def test_each_program_is_shown() -> None:
 def test_prints_what_is_shown(name: str, tmp_path: Path) -> None:
     if name.startswith("transformers"):
         pytest.importorskip("transformers")
-    if name.startswith(("vllm", "sglang")):
-        try:  # not by importing it: other tests have stand-ins of that name
-            importlib.metadata.distribution(name.partition("_")[0])
-        except importlib.metadata.PackageNotFoundError:
-            pytest.skip("the engine is not installed")
+    if name.startswith(ENGINES) and not is_installed(name.partition("_")[0]):
+        pytest.skip("the engine is not installed")
     own = {"PYTHONPATH": str(FOLDER.parent), "FLASHPAGE_PROGRESS": "off", "CUDA_VISIBLE_DEVICES": ""}
     done = programs.run([FOLDER / f"{name}.py"], cwd=tmp_path, env=os.environ | own, timeout=180)
     assert done.returncode == 0, done.stderr
@@ -42,3 +50,15 @@ def test_prints_what_is_shown(name: str, tmp_path: Path) -> None:
     else:
         assert done.stdout == SHOWN[name]
     assert done.cpu_seconds < MOST_SECONDS
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_without_its_engine_a_program_says_what_to_install(engine: str) -> None:
+    if is_installed(engine):
+        pytest.skip("the engine is installed")
+    done = programs.run([FOLDER / f"{engine}_generate.py"])
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.endswith(
+        f" is not installed: pip install -e '.[{engine}]' in the checkout, or pip install {engine}\n"
+    )
+    assert done.stderr.count("\n") == 1

@@ -139,6 +139,7 @@ TABLE = [
     plan("decode", "num_qo_heads", 4.0, "num_qo_heads=4.0", "integer"),
     plan("decode", "page_size", 0, "page_size=0", "at least 1"),
     plan("decode", "head_dim", -64, "head_dim=-64"),
+    plan("decode", "head_dim", 0, "head_dim=0", "pass a multiple of 8 from 16 to 512"),
     plan("decode", "q_data_type", torch.int8, "int8", "float16"),
     plan("decode", "kv_data_type", "int4", "int4", "bfloat16"),
     plan("decode", "window_left", 2.5, "window_left=2.5", "integer"),
@@ -157,10 +158,11 @@ TABLE = [
     plan("prefill", "packed_custom_mask", torch.ones(12, dtype=torch.int32), "int32", "uint8"),
     plan("prefill", "prefix_len_ptr", ints(1, 2), "token_pos_in_items_ptr=None"),
     # Combinations that no kernel supports.
-    plan(
-        "decode", "head_dim", 12, "no kernel", "head_dim_qk 12", "multiple of 8 from 16 to 512", error=CapabilityError
-    ),
-    plan("decode", "head_dim", 520, "head_dim_qk 520", error=CapabilityError),
+    plan("decode", "head_dim", 12, "head_dim=12", "pass a multiple of 8 from 16 to 512", error=CapabilityError),
+    plan("decode", "head_dim", 520, "head_dim=520", error=CapabilityError),
+    plan("prefill", "head_dim_qk", 65, "head_dim_qk=65", "multiple of 8", error=CapabilityError),
+    plan("prefill", "head_dim_vo", 8, "head_dim_vo=8", "multiple of 8", error=CapabilityError),
+    plan("ragged", "head_dim_vo", 65, "head_dim_vo=65", "multiple of 8", error=CapabilityError),
     plan("decode", "kv_data_type", torch.bfloat16, "kv_data_type bfloat16", "cpu_attention", error=CapabilityError),
     plan("decode", "o_data_type", torch.float8_e5m2, "o_data_type float8_e5m2", error=CapabilityError),
     refused("decode", "plan", "window_right", 3),

@@ -6,9 +6,7 @@ what they import without a card; tests/support/flashinfer_tree stands in for cud
 
 from __future__ import annotations
 
-import sys
-
-from get_vllm import ENGINES, get_tree, install
+from get_vllm import ENGINES, get_tree, install, parser_of
 
 PACKAGES = ENGINES / "flashinfer-packages"
 # Of vLLM 0.26.0, of SGLang 0.5.15.post1, of vLLM 0.33.0 and SGLang 0.5.23, and the newest.
@@ -25,7 +23,8 @@ def _is_needed(name: str) -> bool:
     return not name.startswith("flashinfer/data/") and name.endswith((".py", ".json", "METADATA"))
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    names = parser_of(__doc__).parse_args().names
     ENGINES.mkdir(parents=True, exist_ok=True)
     install(PACKAGES, *NEEDED)
     for name in names or VERSIONS[:1]:
@@ -33,4 +32,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from get_vllm import ENGINES, get_tree, install
+from get_vllm import ENGINES, get_tree, install, parser_of
 
 PINS = {  # packages as a version of SGLang names them
     "0.5.15.post1": [
@@ -43,7 +43,11 @@ def _is_needed(name: str) -> bool:
     return not name.startswith("sglang/multimodal_gen/")
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = parser_of(__doc__)
+    names = parser.parse_args().names
+    if unknown := [name for name in names if name not in PINS]:
+        parser.error(f"VERSION {unknown[0]}: pass one of {', '.join(PINS)}, or add its packages to PINS")
     if sys.version_info < (3, 11):
         print("skipped: SGLang's tests need Python 3.11")
         return
@@ -54,4 +58,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -8,6 +8,7 @@ build/engines/ray is Ray, for the test of vLLM's workers as its actors.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -73,7 +74,15 @@ def _is_needed(name: str) -> bool:
     return is_ours and name.endswith((".py", ".json", "METADATA", "entry_points.txt"))
 
 
-def main(names: list[str]) -> None:
+def parser_of(description: str | None, names: str = "VERSION") -> argparse.ArgumentParser:
+    """Takes names in any number; `description`: a program's docstring."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar=names, help="default: those that the tests need")
+    return parser
+
+
+def main() -> None:
+    names = parser_of(__doc__, "cpu|ray|VERSION").parse_args().names
     if sys.version_info < (3, 11):
         print("skipped: vLLM needs Python 3.11")
         return
@@ -87,4 +96,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

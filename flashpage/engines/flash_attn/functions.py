@@ -23,7 +23,7 @@ from .scores import Scores, refuse_training
 _NAMES = Names("cu_seqlens_q", "cu_seqlens_k", "last_page_len", "seq_lens")
 
 
-_SIZES = {"head_dim_qk": "head_dim of q", "q_data_type": "dtype of q"}
+_SIZES = {"head_dim_qk": "head_dim of q", "head_dim": "head_dim of q", "q_data_type": "dtype of q"}
 _OF_VARLEN = _SIZES | {"head_dim_vo": "head_dim of v", "kv_data_type": "dtype of k"}
 _OF_CACHE = _SIZES | {"head_dim_vo": "head_dim of v_cache", "kv_data_type": "dtype of k_cache"}
 _OF_CACHE |= {

@@ -304,9 +304,10 @@ def plan_lengths(
             fixed_split_size=None,
             disable_split_kv=False,
             uniform_q_len=1 if q_lens is None else 0,
+            dim_names=("head_dim", "head_dim_vo"),
         )
     except PlanError as error:
-        error.use_names({"num_qo_heads": "num_q_heads", "head_dim_qk": "head_dim", "q_data_type": "dtype"})
+        error.use_names({"num_qo_heads": "num_q_heads", "q_data_type": "dtype"})
         raise
     pieces = whole("fixed_piece_tokens", fixed_piece_tokens, SPLIT_NEVER)
     options = dataclasses.replace(options, fixed_piece_tokens=pieces)

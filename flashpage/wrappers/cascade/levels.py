@@ -11,6 +11,7 @@ import torch
 from ...base import checks, kv_view
 from ...base.errors import CapabilityError, PlanError, RunError
 from ...base.unique import Unique
+from ...kernels.options import check_head_dim
 from ...plan.lengths import Lengths, Names, all_to_host, batch_of
 from ...plan.page_indices import Pages
 from ...run.checks import NO_SCALES
@@ -163,7 +164,7 @@ class MultiLevelCascadeAttentionWrapper(Prewarmed, Unique):
                 "paged",
                 num_qo_heads,
                 num_kv_heads,
-                checks.whole("head_dim", head_dim, 1),
+                check_head_dim("head_dim", head_dim),
                 page_size,
                 causal=causal,
                 pos_encoding_mode=pos_encoding_mode,

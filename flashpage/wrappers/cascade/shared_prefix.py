@@ -10,6 +10,7 @@ from ...base import checks
 from ...base.dtypes import DType
 from ...base.errors import FlashpageError, PlanError, RunError
 from ...base.unique import Unique
+from ...kernels.options import check_head_dim
 from ...plan.lengths import Lengths, Names, to_host
 from ...plan.page_indices import NO_PAGES, Pages, kept
 from ..base import PAGED, RAGGED, Attention
@@ -211,7 +212,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Prewarmed, _SharedPrefix):
                 as BatchPrefillWithPagedKVCacheWrapper.plan takes them.
         """
         lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
-        head_dim = checks.whole("head_dim", head_dim, 1)
+        head_dim = check_head_dim("head_dim", head_dim)
         arguments = PrefillArguments("paged", num_qo_heads, num_kv_heads, head_dim, page_size)
         self._begin(lengths, paged_kv_indices, arguments, _dtypes("float16"))
 

@@ -87,7 +87,7 @@ struct TickedRules {
                     Ticks least_next) const {
     const Ticks before = found.begin - lane.at, after = request_end - lane.at, token_0 = found.token_0 - lane.at;
     const bool has_before = before > 0;
-    const i32 piece_begin = (lane.token >= 0) & (index == lane.request) ? lane.token : found.first;
+    const i32 piece_begin = ((lane.token >= 0) & (index == lane.request)) ? lane.token : found.first;
     const i32 tokens = found.end - piece_begin, first_cut = (piece_begin + min_piece + step - 1) & -step;
     const bool may_cut = (tokens >= 2 * min_piece) & (first_cut <= found.last_cut);
 
