@@ -233,7 +233,12 @@ int32_t host::slots_plan_parts(fp_plan_call& call) {
   parts.most_partial_rows = call.most_partial_rows;
   const int32_t status = write_plan(call, [&](void* bytes, int64_t room) -> int32_t {
     const int32_t planned = plan_parts(call.problem, parts, bytes, room, call.result);
-    return planned == FP_OK && parts.few_ctas == 0 ? FP_OTHER_BATCH : planned;
+    if (planned != FP_OK) return planned;
+    // Longer requests than the caller allowed are for slots_plan to refuse.
+    const bool fits = std::ranges::all_of(parts.results, [&](const fp_plan_result& part) {
+      return part.max_q_len <= call.batch->longest_q && part.max_kv_len <= call.batch->longest_kv;
+    });
+    return fits && parts.few_ctas != 0 ? FP_OK : FP_OTHER_BATCH;
   });
   call.made_parts = status == FP_OK;
   return status;

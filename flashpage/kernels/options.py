@@ -14,6 +14,7 @@ from . import kv_formats, latent_formats
 
 SPLIT_BALANCED, SPLIT_NEVER = 0, -1  # csrc/flashpage.h, fp_schedule::fixed_piece_tokens
 _LONGEST = 2**30  # tokens: more than any context
+_NO_CAP = 1e30  # of scores
 _HEAD_DIMS = range(16, 513, 8)  # columns of K and of V that some kernel of every device takes
 
 
@@ -309,8 +310,10 @@ def check_chunk(chunk: Any, has_mask: bool, variant: Any) -> int:
 
 
 def check_soft_cap(logits_soft_cap: Any) -> float:
-    """Returns 0, for no cap, if `logits_soft_cap` is None, 0 or negative."""
-    return 0.0 if logits_soft_cap is None else max(0.0, checks.real("logits_soft_cap", logits_soft_cap))
+    """Returns 0, for no cap, if `logits_soft_cap` is None, 0, negative, or larger than any score: fp32 has no inverse
+    of the largest caps."""
+    cap = 0.0 if logits_soft_cap is None else checks.real("logits_soft_cap", logits_soft_cap)
+    return cap if 0 < cap < _NO_CAP else 0.0
 
 
 def check_variant(variant: Any) -> Any:

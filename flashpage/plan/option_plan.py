@@ -235,7 +235,12 @@ class OptionPlan:
         if not struct.least_rows <= parts.most_few_rows < struct.most_rows:
             return
         # Neither kernel may use pairs of CTAs: the other launch leaves only scattered SMs free.
-        few, many = (self._prepared_for(batch, *sizes) for sizes in parts.count(ctypes.addressof(call.problem)))
+        try:
+            few, many = (self._prepared_for(batch, *sizes) for sizes in parts.count(ctypes.addressof(call.problem)))
+        except KernelMissingError as error:
+            LOGGER.info("plans requests of few rows and of many together: %s", error)
+            call.parts = None
+            return
         if few.mask_tiles or many.mask_tiles:  # a launch before finds their tiles, with one plan
             call.parts = None
             return

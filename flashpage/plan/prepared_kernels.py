@@ -98,12 +98,15 @@ class PreparedKernels:
 
     @property
     def has_on_eight(self) -> bool:
-        return self.gather_rows is None and self.choice.kernel.on_eight(self.choice.spec) is not None
+        return self.gather_rows is not None or self.choice.kernel.on_eight(self.choice.spec) is not None
 
     def on_eight(self, device: torch.device) -> PreparedKernels:
-        """For rows of formats with scales that start on 8 bytes, if there is a kernel for such (has_on_eight)."""
+        """For rows of formats with scales that start on 8 bytes, if there is a kernel for such (has_on_eight). A copy's
+        rows start on 16, and the kernel that copies reads words of 4."""
+        if self.gather_rows is not None:
+            return self
         spec = self.choice.kernel.on_eight(self.choice.spec)
-        if spec is None or self.gather_rows is not None:
+        if spec is None:
             raise RunError(
                 f"{self.choice.spec.kernel} reads rows that start on 16 bytes, and those of this cache do not: pass K "
                 "and V whose strides are multiples of 16 bytes, such as a copy by .contiguous()."

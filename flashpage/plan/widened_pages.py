@@ -34,9 +34,13 @@ def as_pages(options: Options) -> Options:
 
 
 def widens(options: Options) -> bool:
-    """Whether copies of K and V for a prefill are wider pages."""
+    """Whether copies of K and V for a prefill are wider pages. Not with an fp32 scale of each token under fp16 queries:
+    a number times its scale need not be one of fp16, and the scale of the run comes later."""
     is_narrow = options.has_formats or options.kv_dtype.is_fp8
-    return is_narrow and options.kv_source == "paged" and options.q_dtype in (DType.BFLOAT16, DType.FLOAT16)
+    formats = [kv_formats.find(name, options.kv_dtype) for name in (options.k_format, options.v_format)]
+    has_token_scales = any(each.scale_columns == kv_formats.WHOLE_ROW for each in formats)
+    is_in_range = options.q_dtype is DType.BFLOAT16 or (options.q_dtype is DType.FLOAT16 and not has_token_scales)
+    return is_narrow and options.kv_source == "paged" and is_in_range
 
 
 def least_rows(options: Options) -> int:

@@ -95,7 +95,7 @@ def test_batch_attention_compiles(logits_soft_cap: float) -> None:
 
 
 def test_a_soft_cap_at_run() -> None:
-    """A soft cap at run replaces the planned one; 0 keeps the planned one."""
+    """A soft cap at run replaces the planned one; 0 keeps the planned one. One that no score reaches is none."""
     inputs = make_inputs(batch_case(BATCHES["decodes-first"], soft_cap=9.0))
     runner = Runner(inputs, "cpu", flashpage)
     wrapper = planned(inputs, "cpu", logits_soft_cap=None)
@@ -104,6 +104,7 @@ def test_a_soft_cap_at_run() -> None:
     found = wrapper.run(runner.q(), *runner.kv(), logits_soft_cap=9.0)
     assert torch.equal(found[0], expected[0]) and not torch.equal(found[0], plain[0])
     assert torch.equal(wrapper.run(runner.q(), *runner.kv())[0], plain[0])
+    assert torch.equal(wrapper.run(runner.q(), *runner.kv(), logits_soft_cap=3e38)[0], plain[0])
 
 
 def test_errors_of_batch_attention() -> None:

@@ -73,6 +73,20 @@ def widen(wrapper: Any) -> None:
     library.widen_pages(ctypes.byref(wrapper._attention._local.bound.gather))
 
 
+def test_rows_with_scales_of_tokens_stay_narrow_under_fp16(as_on_hopper: None) -> None:
+    """A number times such a scale may be none of fp16, before the scale of the run."""
+    for name in ("int8_token", "e4m3_token", "int4_token"):
+        for q_dtype in ("float16", "bfloat16"):
+            case = prefill("widen-range", "", kv_format=name, q_dtype=q_dtype, **BATCH)
+            wrapper, runner = planned(case)
+            assert (wrapper._planner.active[0].gathered is None) == (q_dtype == "float16")
+    q, kv, scales = runner.q().half(), runner.kv(), [2.0**20 * scale for scale in runner.kv_cache_sf()["kv_cache_sf"]]
+    case = dataclasses.replace(case, q_dtype="float16")
+    wrapper = planned(case)[0]
+    given = {"kv_cache_sf": tuple(scales), "k_scale": 2.0**-20, "v_scale": 2.0**-20}
+    torch.testing.assert_close(wrapper.run(q, *kv, **given), wrapper.run(q, *kv, **runner.kv_cache_sf()))
+
+
 def planned(case: Case, workspace_bytes: int = 16 << 20) -> tuple[Any, Runner]:
     workspace = poison(torch.empty(workspace_bytes, dtype=torch.uint8))
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace, case.kv_layout)

@@ -24,8 +24,8 @@ _by_number: weakref.WeakValueDictionary[int, FlashMLASchedMeta] = weakref.WeakVa
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """The plan of the calls that pass it, which must have equal shapes and equal values of cache_seqlens. Each graph wants
-    metadata of its own, as its first call makes the plan at every replay."""
+    """The plan of the calls that pass it, which must have equal shapes and equal values of cache_seqlens. Each graph
+    wants metadata of its own, as its first call makes the plan at every replay."""
 
     @dataclasses.dataclass
     class Config:

@@ -6,6 +6,7 @@
 namespace flashpage::plan {
 
 inline constexpr i64 max_i32 = 0x7fffffff;
+inline constexpr i64 most_kv_len = max_i32 - 1024;  // kernels count on to the end of a tile after the last token
 
 // Options that are the same for every request of a batch.
 struct Heads {

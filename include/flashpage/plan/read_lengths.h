@@ -212,7 +212,7 @@ LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q,
       if (given < (entries > 0) || given > page_size) return {LengthArray::last_page_len, outside, i, given, page_size};
       kv_len += entries > 0 ? given - page_size : 0;
     }
-    if (kv_len > max_i32) return {LengthArray::kv_indptr, overflow, i + 1, kv_len, max_i32};
+    if (kv_len > most_kv_len) return {LengthArray::kv_indptr, overflow, i + 1, kv_len, most_kv_len};
 
     if (q_len != rows.q_len) {
       rows.add_to(totals);

@@ -45,7 +45,7 @@ struct Tables {
   }
 
   FP_HOST_DEVICE Request request(i32 i, const RowRange& rows, const Heads& heads, i32 tile_q) const {
-    const i64 most = min_of(static_cast<i64>(table_columns) * page_size, max_i32);
+    const i64 most = min_of(static_cast<i64>(table_columns) * page_size, most_kv_len);
     const i64 kv_len = within(number(seq_lens, lens_are_int64, i), most);
     const i64 row = table_rows == nullptr ? i : within(number(table_rows, rows_are_int64, i), num_table_rows - 1);
     const i32 q_len = rows.end - rows.begin, tiles = ceil_div(q_len * heads.group(), tile_q);
