@@ -73,8 +73,8 @@ def check_decodes(
     plans = LatentPlans(CKV, [options], sizes, torch.device("cpu"))
     builder: Any = latent.FlashpageMLABuilder.__new__(latent.FlashpageMLABuilder)
     builder._planner = GroupPlanner(plans)
-    impl: Any = SimpleNamespace(kv_lora_rank=CKV, options=options, _is_fp8=scale is not None, _scale=None)
-    layer = SimpleNamespace(_k_scale=factor, _k_scale_float=1.0)  # the tensor is right
+    impl: Any = SimpleNamespace(kv_lora_rank=CKV, options=options, _is_fp8=scale is not None)
+    layer = SimpleNamespace(_k_scale_float=scale)
     if scale is not None:
         tokens = [(mine / scale).to(dtype).float() * scale for mine in tokens]
     q = torch.randn(sum(rows), HEADS, CKV + KPE)

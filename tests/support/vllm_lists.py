@@ -68,7 +68,7 @@ def check_lists(rows: list[int], lengths: list[int], kind: str, device: str = "c
     for count in (sum(rows), 2, sum(rows)):
         plans.plan(own[:count])
         parts = (q[:count, :, :ckv].to(device), q[:count, :, ckv:].to(device))
-        layer = SimpleNamespace(_k_scale=torch.tensor(0.5).to(device), _k_scale_float=1.0)
+        layer = SimpleNamespace(_k_scale_float=0.5)
         out, lse = sparse.FlashpageSparseImpl.forward_mqa(impl, parts, cache.to(device), metadata, layer)
         assert lse is None and len(out) == count
         for row in range(count):

@@ -101,7 +101,6 @@ class FlashpageMLAImpl(support.LatentLayer, LatentWriter, MLACommonImpl):
         super().__init__(num_heads, head_size, scale, *given, **latent)
         kv_cache_dtype: str = self.kv_cache_dtype
         self._is_fp8 = kv_cache_dtype in cache_layout.FP8
-        self._scale: torch.Tensor | None = None  # of an fp8 cache, from the first run on
         self.options = LayerOptions((num_heads, 1, head_size), scale)
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
@@ -109,11 +108,7 @@ class FlashpageMLAImpl(support.LatentLayer, LatentWriter, MLACommonImpl):
         q = joined(q) if isinstance(q, tuple) else q
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank)
         cache: Any = kv_c_and_k_pe_cache  # one tensor, as K and V are one row
-        scales = NO_SCALES
-        if self._is_fp8:
-            if self._scale is None:
-                self._scale = layer._k_scale  # kept, as attributes of a module cost a fifth of a run
-            scales = (None, self._scale, self._scale)
+        scales = (None, layer._k_scale_float, layer._k_scale_float) if self._is_fp8 else NO_SCALES
         tensors = LayerTensors(q, None, None, cache, out, scales, None)
         for part in attn_metadata.decode.step.parts:
             part.run(self.options, tensors)

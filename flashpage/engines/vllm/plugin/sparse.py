@@ -121,7 +121,7 @@ class FlashpageSparseImpl(support.LatentLayer, LatentWriter, SparseMLACommonImpl
         if self.kv_cache_dtype in ROW_FORMATS:
             cache = cache.view(torch.uint8)
         elif self.kv_cache_dtype in cache_layout.FP8:
-            scales = dict.fromkeys(("ckv_scale", "kpe_scale"), layer._k_scale)
+            scales = {"ckv_scale": layer._k_scale_float, "kpe_scale": layer._k_scale_float}
         attn_metadata.plans.of(rows).run(query=q, kv_cache=cache, indices=slots, out=out, **scales)
         return out, None
 
