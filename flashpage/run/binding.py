@@ -18,14 +18,14 @@ import torch
 from .. import jit, native
 from ..base import checks, kv_view, tensor_memory
 from ..base.errors import RunError
-from ..kernels import devices, latent_formats, tensor_maps
+from ..kernels import devices, tensor_maps
 from ..kernels.options import RunOptions, check_rope, check_scale
 from ..plan import gather_rows
 from ..plan.launches import LaunchList
 from ..plan.prepared_kernels import fill_variant, trace
 from .bound_part import BoundPart
+from .bound_scales import BoundScales
 from .checks import NO_SCALES, Scales, Tensors, scale_views, views_of
-from .scale_arguments import out_scale_of, scale_of, token_scales
 
 if TYPE_CHECKING:
     from ..plan.mixed_batch import Part
@@ -38,7 +38,7 @@ class Binding:
 
     __slots__ = (
         *("address", "alignment_mask", "args", "args_address", "bound_run", "cache_views", "option_plan", "device"),
-        *("enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_numbers", "head_dim_vo", "kv_layout"),
+        *("enable_pdl", "fused_offset", "gather", "gathered", "generation", "head_dim_vo", "kv_layout"),
         *(
             "launches",
             "lse_shape",
@@ -72,7 +72,6 @@ class Binding:
         self.generation, self.signature = 0, None
         self.requests = 0  # that scales of requests must be for
         self.sinks: torch.Tensor | None = None
-        self.scales: Scales = NO_SCALES
         self.stamps: tuple[torch.Tensor, ...] = ()
         self.kv_layout = kv_layout
         self.lse_shape: tuple[int, ...] = ()
@@ -80,7 +79,7 @@ class Binding:
         self.out_dtype, self.head_dim_vo = option_plan.options.out_dtype.torch, option_plan.options.head_dim_vo
         self._bind_options(values)
         self._bind_tensors(tensors)
-        self.has_numbers = False
+        self.scales = BoundScales(self.parts, option_plan.options, self.sm_scale, self.device)
         self.set_scales(NO_SCALES, tensors.cache)
         self.set_pdl(None)
 
@@ -226,8 +225,6 @@ class Binding:
         parts, options = self._parts(), option_plan.options
         self.requests = batch.requests if batch.capacity is None else batch.capacity.batch
         self.most_cache_bytes = min(part.prepared.choice.kernel.most_cache_bytes for part in parts)
-        if not self.has_numbers:  # scales of requests must be as many as the new plan's
-            self.scales = (None, None, None)  # which is not NO_SCALES
         for bound in self.parts:
             params = bound.params
             params.kv_indices, params.custom_mask = batch.pages.address, batch.mask.address
@@ -332,50 +329,9 @@ class Binding:
         is_wanted = enable_pdl is None or checks.flag("enable_pdl", enable_pdl, RunError)
         self.enable_pdl, self.args.enable_pdl = enable_pdl, is_wanted and devices.of(self.device).has_pdl
 
-    def has_scales(self, scales: Scales) -> bool:
-        """Whether these numbers are already set; tensors may have moved."""
-        return self.has_numbers and all(s is None or s.__class__ is float for s in scales) and scales == self.scales
-
     def set_scales(self, scales: Scales, cache: Any) -> None:
-        """Sets the scales of q, k, v and the output: numbers go into the scales of score and output; the kernel reads
-        tensors, which may have an entry for each token of the run's cache."""
-        if self.has_scales(scales):
-            return
-        options = self.option_plan.options
-        if options.latent_format == latent_formats.SCALED:
-            self._set_latent_scales(scales, _leading(cache))
-            return
-        q, *q_scale = scale_of(scales[0], "q_scale", options.num_q_heads, self.device, self.requests)
-        k, *k_scale = scale_of(scales[1], "k_scale", options.num_kv_heads, self.device, self.requests)
-        v, *v_scale = scale_of(scales[2], "v_scale", options.num_kv_heads, self.device, self.requests)
-        of_out = out_scale_of(scales[3] if len(scales) > 3 else None, options.out_dtype, self.device)
-        score_scale = checks.real("sm_scale * q_scale * k_scale", self.sm_scale * q * k, error=RunError)
-        value_scale = checks.real("v_scale / o_scale", v / of_out.number, error=RunError)
-        for params in (bound.params for bound in self.parts):
-            params.q_scale, params.q_scale_stride, params.q_scale_request_stride = q_scale
-            params.k_scale, params.k_scale_stride, params.k_scale_request_stride = k_scale
-            params.v_scale, params.v_scale_stride, params.v_scale_request_stride = v_scale
-            params.score_scale, params.value_scale, params.out_scale = score_scale, value_scale, of_out.address
-        self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
-
-    def _set_latent_scales(self, scales: Scales, pages: int) -> None:
-        """Sets the scales of fp8 rows in so many pages. A number of the shared columns goes into the scales of score
-        and output, and those of the tail are relative to it; the kernel applies tensors to elements."""
-        _, shared, tail = scales
-        if isinstance(shared, torch.Tensor) and shared.dim() == 3:
-            columns = self.option_plan.options.head_dim_vo
-            wanted = (pages, self.cache_views["K"].page_size, columns // 128)
-            k, *k_scale = token_scales(shared, wanted, columns, self.device)
-        else:
-            k, *k_scale = scale_of(shared, "k_scale", 1, self.device)
-        v, *v_scale = scale_of(tail, "v_scale", 1, self.device)
-        if not k > 0:
-            raise RunError(f"k_scale={k}: pass a positive number.")
-        for params in (bound.params for bound in self.parts):
-            params.k_scale, params.k_scale_stride = k_scale[:2]
-            params.v_scale, params.v_scale_stride = v_scale[:2]
-            params.score_scale, params.value_scale, params.tail_scale = self.sm_scale * k, k, v / k
-        self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
+        """Sets the scales of q, k, v and the output."""
+        self.scales.set(scales, self.requests, _leading(cache), self.cache_views["K"].page_size)
 
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
         """Sinks, [num_qo_heads] fp32 logits that join every row's denominator."""

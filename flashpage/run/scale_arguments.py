@@ -10,6 +10,8 @@ from ..base import checks, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import RunError
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class Scale(NamedTuple):
     """A number, or 1 and where a kernel finds fp32 scales."""
@@ -18,6 +20,27 @@ class Scale(NamedTuple):
     address: int | None = None
     head_stride: int = 0  # elements; 0: one value for all heads
     request_stride: int = 0
+
+
+ScaleMarks = tuple[float | tuple[int] | None, ...]
+
+
+def marks_of(scales: tuple[Any, ...], device: torch.device) -> ScaleMarks | None:
+    """What tells whether a run's scales are those of the run before: numbers, those of tensors on the CPU too, and the
+    addresses of tensors of one value on the device. None: there are others, which each run checks."""
+    found: list[float | tuple[int] | None] = []
+    for value in scales:
+        if value is None or value.__class__ is float:
+            found.append(value)
+        elif value.__class__ not in _PLAIN or value.numel() != 1 or value.dim() > 2 or value.dtype is not torch.float32:
+            return None
+        elif value.is_cpu:
+            found.append(value.item())
+        elif value.get_device() == device.index and not value.is_neg() and (address := value.data_ptr()):
+            found.append((address,))
+        else:
+            return None
+    return tuple(found)
 
 
 def scale_of(value: Any, name: str, heads: int, device: torch.device, requests: int = 0) -> Scale:

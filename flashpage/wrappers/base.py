@@ -249,7 +249,7 @@ class Attention(Unique):
             bound is None
             or bound.generation != self.session.generation
             or (values is not bound.values and values != bound.values)
-            or (scales is not bound.scales and not bound.has_scales(scales))
+            or (scales is not bound.scales.given and not bound.scales.take(scales))
             or sinks is not None
             or bound.sinks is not None
             or enable_pdl is not bound.enable_pdl
@@ -318,7 +318,7 @@ class Attention(Unique):
             lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=self.device)
             if unused:
                 lse[:unused].fill_(-torch.inf)
-        if scales is not bound.scales:
+        if scales is not bound.scales.given:
             bound.set_scales(scales, cache)
         if sinks is not bound.sinks or sinks is not None:
             bound.set_sinks(sinks)

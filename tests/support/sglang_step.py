@@ -45,7 +45,7 @@ class Scene(Requests):
         heads, kv_heads, dim = form.heads
         self.encoder_lens = [11 + 3 * i if form.encoder else 0 for i in range(len(kv_lens))]
         self.pool = self._pool(kv_heads, dim)
-        scales = {"k_scale": 0.5, "v_scale": 2.0, "k_scale_float": 0.5, "v_scale_float": 2.0} if self.is_fp8 else {}
+        scales = self._scales(device) if self.is_fp8 else {}
         self.layer = RadixAttention(
             form.layer_id,
             form.heads,
@@ -62,6 +62,11 @@ class Scene(Requests):
         self.sinks = (3 + torch.randn(heads, generator=drawn)).to(device, form.dtype) if form.sinks else None
         for i, (new, all_tokens) in enumerate(zip(q_lens, self._all_lens(), strict=True)):
             self._write(i, 0, all_tokens if form.is_cross else all_tokens - new)
+
+    def _scales(self, device: str) -> dict[str, Any]:
+        """Tensors, by which SGLang writes; the numbers are those of weights that were replaced since."""
+        tensors = {name: torch.tensor(value, device=device) for name, value in (("k_scale", 0.5), ("v_scale", 2.0))}
+        return tensors | {"k_scale_float": 1.0, "v_scale_float": 1.0}
 
     @property
     def is_fp8(self) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import vllm_latent
 import vllm_lists
+import vllm_weights
 import vllm_window_blocks
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8StaticTensorSym
@@ -392,3 +393,4 @@ if __name__ == "__main__":
     vllm_latent.check()
     vllm_lists.check()
     vllm_window_blocks.check()
+    vllm_weights.check()

@@ -66,6 +66,11 @@ class LayerOptions:
         """The layer with outputs of another type."""
         return self._with(out_dtype=out_dtype)
 
+    def slopes_on(self, device: torch.device) -> torch.Tensor | None:
+        """ALiBi's slopes, [num_heads] fp32, as the plans of the layer read them; None: it has none."""
+        slopes = self.kind.slopes
+        return None if slopes is None or device.type == "meta" else _slopes_on(slopes, device)
+
     def _with(self, **changes: Any) -> LayerOptions:
         found = copy.copy(self)
         found.kind = self.kind._replace(**changes)
@@ -80,6 +85,13 @@ def chunk_variant(chunk: int) -> Variant:
 
 
 @functools.lru_cache(maxsize=64)
+def _slopes_on(slopes: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """The first call decides in which memory they are: an engine may release that of other parts while it sleeps."""
+    with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+        return torch.tensor(slopes, dtype=torch.float32, device="cpu").to(device)
+
+
+@functools.lru_cache(maxsize=64)
 def variant_of(kind: LayerKind, device: torch.device) -> Any:
     """The variant of ALiBi's slopes and of a window to both sides; None: neither. Equal kinds get one object, because
     plans compare variants by identity."""
@@ -87,7 +99,7 @@ def variant_of(kind: LayerKind, device: torch.device) -> Any:
     if kind.slopes is not None:
         # Rows of an encoder count the distance to both sides; for causal rows it is never positive.
         given["logit"] = "score - slopes[h] * to_float(abs(kv_idx - q_idx))"
-        given["tensors"]["slopes"] = torch.tensor(kind.slopes, dtype=torch.float32).to(device)
+        given["tensors"]["slopes"] = _slopes_on(kind.slopes, device)
     if kind.window_both >= 0:
         given["mask"] = "abs(kv_idx - q_idx) <= window"
         given["scalars"]["window"] = kind.window_both

@@ -164,7 +164,7 @@ class FlashpageBackend(AttentionBackend):
             self._write(k, v, layer, forward_batch)
         q = q.reshape(-1, kind.num_heads, kind.head_dim)
         out = torch.empty_like(q)
-        scales = (None, layer.k_scale_float, layer.v_scale_float) if self._is_fp8 else NO_SCALES
+        scales = (None, *_scales_of(layer)) if self._is_fp8 else NO_SCALES
         sinks = None if sinks is None else sinks.float()
         return self._run(group, options, LayerTensors(q, k, v, self._cache(layer), out, scales, sinks))
 
@@ -207,6 +207,17 @@ class FlashpageBackend(AttentionBackend):
             pages = tuple(buffer.view(-1, self._page_size, *buffer.shape[1:]) for buffer in (k, v))
             found = self._pages[layer.layer_id] = k, (pages[0], pages[1])
         return found[1]
+
+
+def _scales_of(layer: Any) -> tuple[Any, Any]:
+    """The scales by which a layer's fp8 cache is written: tensors that stay where they are when weights are updated,
+    numbers, or None. Some models have tensors of another type than kernels read, and equal numbers."""
+    k, v = layer.k_scale, layer.v_scale
+    if isinstance(k, torch.Tensor) and k.dtype != torch.float32:
+        k = layer.k_scale_float
+    if isinstance(v, torch.Tensor) and v.dtype != torch.float32:
+        v = layer.v_scale_float
+    return k, v
 
 
 def _sizes(runner: Any, page_size: int) -> GroupSizes:

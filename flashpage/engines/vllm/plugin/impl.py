@@ -10,7 +10,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from ....run.checks import NO_SCALES
+from ....run.checks import NO_SCALES, Scales
 from ...plugin.layers import LayerOptions
 from ...plugin.parts import LayerTensors
 from .. import cache_layout, rotate
@@ -45,7 +45,8 @@ class FlashpageImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sliding_window, self.alibi_slopes, self.sinks = sliding_window, alibi_slopes, sinks
+        self.sliding_window, self.alibi_slopes = sliding_window, alibi_slopes
+        self.sinks, self._given_sinks = sinks, sinks  # [num_heads] each; kernels read those of fp32
         if self.dcp_world_size > 1 and (alibi_slopes is not None or sliding_window is not None):
             raise NotImplementedError(
                 "flashpage has no ALiBi and no sliding window with decode context parallelism: a rank's tokens are not "
@@ -60,6 +61,7 @@ class FlashpageImpl(AttentionImpl):
             soft_cap=logits_soft_cap,
             is_encoder=self.is_encoder,
         )
+        self._slopes = self.options.slopes_on(torch.empty(0).device)  # vLLM makes layers where they will run
         config = get_current_vllm_config()
         ranks, is_invariant = self.dcp_world_size, envs.VLLM_BATCH_INVARIANT
         refused = (
@@ -73,11 +75,23 @@ class FlashpageImpl(AttentionImpl):
         self._is_fp8 = kv_cache_dtype in cache_layout.FP8
         self._writes_e4m3 = not self.is_encoder and output_quant.is_served(config, self.dcp_world_size)
         self._halves: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._scales: Scales = NO_SCALES  # of an fp8 cache, from the first run on
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM calls this again after each load of weights. Captured graphs then still read the tensors of the first
+        load, which have lost their contents if the engine slept at level 2."""
         window_blocks.give(self)
-        if self.sinks is not None and self.sinks.dtype != torch.float32:
-            self.sinks = self.sinks.to(torch.float32)
+        self._scales = NO_SCALES  # a quantisation method may have replaced the layer's tensors
+        if self._slopes is not None:
+            self._slopes.copy_(torch.tensor(self.options.kind.slopes, dtype=torch.float32, device="cpu"))
+        given = self._given_sinks
+        if given is None or given.dtype == torch.float32:
+            return
+        assert self.sinks is not None
+        if self.sinks is given:
+            self.sinks = given.detach().to(torch.float32)
+        else:
+            self.sinks.copy_(given.detach())
 
     def forward(
         self,
@@ -102,7 +116,11 @@ class FlashpageImpl(AttentionImpl):
             if output_scale is not None and self._writes_e4m3 and not self.has_plans:
                 self.options = self.options.with_outputs(output.dtype)
             return output.fill_(0)
-        scales = (None, layer._k_scale_float, layer._v_scale_float) if self._is_fp8 else NO_SCALES
+        scales = self._scales
+        if self._is_fp8 and scales is NO_SCALES:
+            # The tensors by which the cache is written: vLLM resets them, and not the layer's numbers, when it wakes
+            # up. They are kept, as attributes of a module cost half of a run.
+            scales = self._scales = (None, layer._k_scale, layer._v_scale)
         if output_scale is not None:
             if self.options.kind.out_dtype is None:
                 whole = torch.empty_like(output, dtype=query.dtype)
