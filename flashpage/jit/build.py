@@ -141,7 +141,7 @@ class _Build:
         `built_elsewhere`, unless this one waits for it."""
         lock = self._end.enter_context(contextlib.ExitStack())
         try:
-            source = source_of(spec, target)
+            source = source_of(spec, target, self._store.options(target))
             if not self._lock(lock, source.key, spec.name if waits else ""):
                 self.built_elsewhere.append((spec, target))
                 return
