@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import os
 import subprocess
 import tempfile
 import time
@@ -222,7 +223,7 @@ class _Build:
         """For ninja; whether there was room for them."""
         rules = "".join(job.ninja_rule() for job in self._jobs.values())
         try:
-            (self._work / "build.ninja").write_text(rules)
+            (self._work / "build.ninja").write_bytes(os.fsencode(rules))  # paths are in no encoding that is known
         except OSError:  # each job alone then tells
             return False
         return True

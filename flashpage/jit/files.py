@@ -210,9 +210,7 @@ def locked(folder: Path, name: str, *, is_blocking: bool = True) -> Iterator[Non
         try:
             yield
         finally:
-            if (
-                os.getpid() == owner
-            ):  # not in a child that was forked in the block
+            if os.getpid() == owner:  # not in a child that was forked in the block
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 

@@ -89,6 +89,7 @@ def running(
                 env=os.environ | own | (environment or {}),
                 start_new_session=True,
                 text=True,
+                errors="surrogateescape",  # paths are in no encoding that is known
             )
         yield child
         child.wait()

@@ -107,6 +107,25 @@ def test_a_full_folder_of_temporary_files(
     assert [path.name for path in full_disk.iterdir()] == ["others"]
 
 
+@pytest.mark.parametrize("text", ["", "no C++"])
+def test_a_folder_of_temporary_files_that_is_not_ascii(sandbox: Sandbox, tmp_path: Path, text: str) -> None:
+    """In a process whose locale is ASCII, several kernels compile, or fail by the compiler's words."""
+    (folder := tmp_path / "tmp é").mkdir()
+    (sandbox.templates / "kernel.cpp.jinja").open("a").write(text)
+    code = (
+        "from jit_sandbox import Sandbox, toy; from pathlib import Path\n"
+        f"Sandbox(Path({str(sandbox.folder)!r})).redirect()\n"
+        "from flashpage import jit\n"
+        "for result in jit.build_specs([toy(1), toy(2)], [jit.host_target()]):\n"
+        "    print(result.error or 'built')\n"
+    )
+    ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8:surrogateescape"}
+    environment = os.environ | sandbox.environment | ascii | {"TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    shown = (done.stdout + done.stderr).decode(errors="replace")
+    assert shown.count("does not name a type" if text else "built\n") >= 2, shown
+
+
 def test_no_folder_of_temporary_files(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "mkdtemp", _refuse)
     assert "No usable temporary directory" in failure(many=False)
