@@ -175,6 +175,7 @@ class _Build:
         start = reported = time.monotonic()
         while True:
             time.sleep(_POLL_SECONDS)
+            process.fail_if_stopped()
             with contextlib.suppress(BlockingIOError):
                 lock.enter_context(self._store.lock(key, blocking=False))
                 return
