@@ -28,11 +28,13 @@ from pathlib import Path
 
 from attempts import ROOT, Attempts, Row, found
 
+sys.path.insert(0, str(ROOT))
+from aot import CPU_TARGETS
+
 OUT = ROOT / "build" / "release"
 DIST = OUT / "dist"
 GLIBC = (2, 28)
 TOOLS = ("auditwheel", "mypy", "pyright", "twine", "ziglang")
-KERNELS = {"x86_64": "avx2,avx512", "aarch64": "neon"}
 
 
 class Release(Attempts):
@@ -87,7 +89,7 @@ class Release(Attempts):
         zig = f"{self.tools} -m ziglang c++ -target {machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]} -s"
         variable = "CXX" if machine == os.uname().machine else "FLASHPAGE_CXX"
         environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "FLASHPAGE_CXX")} | {variable: zig}
-        option = f"--config-settings=--build-option=--aot={KERNELS[machine]}"
+        option = f"--config-settings=--build-option=--aot={','.join(CPU_TARGETS[machine])}"
         pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", option)
         self.step(f"{machine}: wheel", *pip, "-w", DIST, tree, env=environment)
         wheel = next(DIST.glob(f"*{machine}.whl"), None)
@@ -178,7 +180,7 @@ def main() -> int:
     parser.add_argument("--draft", action="store_true", help="allow open changes in CHANGELOG.md and uncommitted files")
     parser.add_argument("--cuda", action="store_true", help="also the wheel with kernels of cards; needs nvcc")
     parser.add_argument("--targets", default="", help="of --cuda, with commas between (default: those of aot/wheel.py)")
-    parser.add_argument("--only", choices=sorted(KERNELS), help="one machine's wheel")
+    parser.add_argument("--only", choices=sorted(CPU_TARGETS), help="one machine's wheel")
     given = parser.parse_args()
     for old in OUT.glob("*") if OUT.exists() else ():
         if old.name not in ("tools", "kernels"):  # kernels are found by a hash of their sources: old ones do no harm
@@ -188,7 +190,7 @@ def main() -> int:
     release.check_version(given.draft)
     release.install_tools()
     unpacked = release.make_sdist()
-    machines = [given.only] if given.only else sorted(KERNELS)
+    machines = [given.only] if given.only else sorted(CPU_TARGETS)
     wheels = {machine: release.make_wheel(machine, unpacked) for machine in machines}
     kernels = release.make_kernels_wheel(given.targets) if given.cuda and "x86_64" in wheels else None
     release.step("twine check --strict", release.tools, "-m", "twine", "check", "--strict", *sorted(DIST.iterdir()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import os
 import shutil
 import sys
 import tempfile
@@ -23,11 +24,11 @@ from flashpage.jit.cache import Store, aot_store
 from flashpage.kernels.devices import CARDS
 from flashpage.kernels.spec import KernelSpec
 
-from . import specs
+from . import CPU_TARGETS, specs
 from .elf import shared_bytes
 
 # compute_80 is PTX, which the driver compiles for cards without a cubin; aot/specs.py gives it tiles of its own.
-WHEEL_TARGETS = ("sm_80", "sm_90a", "compute_80", "avx2", "avx512")
+WHEEL_TARGETS = ("sm_80", "sm_90a", "compute_80", *CPU_TARGETS.get(os.uname().machine, ()))
 CHECK_TARGETS = ("sm_80", "sm_90a")
 EVERY_TARGET = tuple(dict.fromkeys(Target("cuda", sm).name for sm in sorted({card.sm for card in CARDS})))
 SAMPLE_SIZE = 20  # kernels of --sample

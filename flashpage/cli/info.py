@@ -129,7 +129,7 @@ def compilers() -> list[tuple[str, str]]:
     def row(find: Callable[[], compilers.Compiler | None]) -> str:
         try:
             found = find()
-            return f"{found.version} ({found.program[-1]})" if found else "not found"
+            return f"{found.remark} ({found.program[-1]})" if found else "not found"
         except FlashpageError as error:
             return str(error)
 

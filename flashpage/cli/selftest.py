@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     device = choose_device(arguments.device)
     if arguments.json:
-        arguments.json.touch()  # a file that cannot be written is reported before the work
+        # A file that cannot be written is reported before the work, and an interrupted run leaves no earlier report.
+        arguments.json.write_text('{"verdict": "unfinished"}\n')
     report = run_selftest(device, arguments.quick)
     _print(report)
     code, verdict = VERDICTS[report.verdict]

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import os
 import subprocess
 import tempfile
 import time
@@ -141,7 +142,7 @@ class _Build:
         `built_elsewhere`, unless this one waits for it."""
         lock = self._end.enter_context(contextlib.ExitStack())
         try:
-            source = source_of(spec, target)
+            source = source_of(spec, target, self._store.options(target))
             if not self._lock(lock, source.key, spec.name if waits else ""):
                 self.built_elsewhere.append((spec, target))
                 return
@@ -174,6 +175,7 @@ class _Build:
         start = reported = time.monotonic()
         while True:
             time.sleep(_POLL_SECONDS)
+            process.fail_if_stopped()
             with contextlib.suppress(BlockingIOError):
                 lock.enter_context(self._store.lock(key, blocking=False))
                 return
@@ -222,7 +224,7 @@ class _Build:
         """For ninja; whether there was room for them."""
         rules = "".join(job.ninja_rule() for job in self._jobs.values())
         try:
-            (self._work / "build.ninja").write_text(rules)
+            (self._work / "build.ninja").write_bytes(os.fsencode(rules))  # paths are in no encoding that is known
         except OSError:  # each job alone then tells
             return False
         return True

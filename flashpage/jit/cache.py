@@ -32,6 +32,7 @@ from ..base import env, paths
 from ..base.warn import warn
 from ..kernels.spec import KernelSpec
 from . import files
+from .compilers import own_options
 from .source import key_of
 from .targets import Target
 
@@ -116,6 +117,11 @@ class Store:
         self.folder, self.is_private = folder, is_private
         self._folder_mode, self._file_mode = (0o700, 0o600) if is_private else (0o755, 0o644)
 
+    def options(self, target: Target) -> list[str]:
+        """What the user adds to the compiler's flags: a part of the keys of the user's own kernels. Kernels of a wheel
+        serve whatever compiler is here."""
+        return own_options(target) if self.is_private else []
+
     def read(self, key: str) -> Entry | None:
         return read_entry(self.folder / key, key, is_trusted=not self.is_private)
 
@@ -128,7 +134,7 @@ class Store:
         """The entry by the key of the kernel's source, which is rendered; it is remembered for `recall`."""
         if not self.folder.is_dir():
             return None
-        key = key_of(spec, target)
+        key = key_of(spec, target, self.options(target))
         if entry := self.read_of(key, spec, target):
             self.remember(spec, target, key)
         return entry
@@ -164,7 +170,9 @@ class Store:
         files.remove(self.folder / _KEYS)
 
     def _memo(self, spec: KernelSpec, target: Target) -> Path:
-        return self.folder / _KEYS / f"{spec.digest[:40]}-{target.name}"
+        options = self.options(target)
+        suffix = f"-{hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]}" if options else ""
+        return self.folder / _KEYS / f"{spec.digest[:40]}-{target.name}{suffix}"
 
     @contextlib.contextmanager
     def lock(self, key: str, blocking: bool = True) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import itertools
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from .targets import CPU_LEVELS, PTX, Target
 
 _NVRTC_SCRIPT = Path(__file__).with_name("nvrtc.py")
 _FIRST_CHECKED = 100  # every toolkit that compiles C++20 for cards knows the older ones
+_OLDEST_CUDA = 12000  # the first with -std=c++20
+_RELEASE = re.compile(r"(?:release |libnvrtc\.so\.)(\d+)(?:\.(\d+))?")  # as Compiler.version has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +40,25 @@ class Compiler:
             return os.path.basename(os.path.realpath(self.program[-1]))
         return _version(self.program)
 
+    @property
+    def is_too_old(self) -> bool:
+        """Whether it is of a CUDA without C++20. One that does not say is taken to be new enough."""
+        if self.name == "g++":
+            return False
+        try:
+            return 0 < toolkit_version(self.version) < _OLDEST_CUDA
+        except OSError:  # no temporary file, or it does not start: a compile reports that
+            return False
+
+    @property
+    def remark(self) -> str:
+        """The version, and why it serves no card if it is too old; for people."""
+        return f"{self.version} (no C++20: CUDA 12 or newer is needed)" if self.is_too_old else self.version
+
     def knows(self, target: Target) -> bool:
         """Whether it compiles for the target. One that does not say is taken to."""
+        if self.is_too_old:
+            return False
         if not isinstance(target.arch, int) or target.arch < _FIRST_CHECKED:
             return True
         known = known_cards(self)
@@ -56,6 +76,8 @@ class Compiler:
             math = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
             assert isinstance(target.arch, str)
             features = [f"-m{feature}" for feature in CPU_LEVELS[target.arch] if feature != "neon"]  # needs no flag
+            if features:  # undoes a -march of FLASHPAGE_CXX: the level's features, and no others
+                features.insert(0, f"-march={'x86_64' if self._is_zig else 'x86-64'}")
             runtime = ["-static-libstdc++", "-static-libgcc"]  # a wheel's kernels run on any distribution
             return ["-std=c++20", "-O3", "-fPIC", "-shared", *math, *features, *runtime]
         virtual = target.name.replace("sm_", "compute_")
@@ -64,6 +86,11 @@ class Compiler:
         if target.arch == PTX:
             return ["-ptx", "-std=c++20", "-O3", f"-arch={PTX}"]
         return ["-cubin", "-std=c++20", "-O3", f"-gencode=arch={virtual},code={target.name}", "-Xptxas=-v"]
+
+    @property
+    def _is_zig(self) -> bool:
+        """zig c++ has names of its own for processors."""
+        return any(os.path.basename(word) in ("zig", "ziglang") for word in self.program[:3])  # python -m ziglang
 
     def _files(self, source: Path, binary: Path, include: Sequence[Path]) -> list[str]:
         folders = [f"-I{folder}" for folder in include]
@@ -82,6 +109,12 @@ def _version(program: tuple[str, ...]) -> str:
         text = file.read()
     release = re.search(r"release [\d.]+, V[\d.]+", text)  # nvcc
     return release[0] if release else text.partition("\n")[0]
+
+
+def toolkit_version(compiler: str) -> int:
+    """As the driver counts: 13000 is CUDA 13.0. 0 where the compiler's version does not say."""
+    found = _RELEASE.search(compiler)
+    return 1000 * int(found[1]) + 10 * int(found[2] or 0) if found else 0
 
 
 def known_cards(compiler: Compiler) -> frozenset[int]:
@@ -105,6 +138,16 @@ def fixed_flags(target: Target) -> dict[str, list[str]]:
     """The flags of every compiler that may build for a target, found here or not: a part of a kernel's key."""
     names = ("g++",) if target.backend == "cpu" else ("nvcc", "nvrtc")
     return {name: Compiler(name, ()).flags(target) for name in names}
+
+
+def own_options(target: Target) -> list[str]:
+    """The options in FLASHPAGE_CXX, which may change what is compiled: a part of a kernel's key in the cache. The words
+    before the first one name the compiler: any compiler's build of the same source serves."""
+    try:
+        words = env.words("FLASHPAGE_CXX") if target.backend == "cpu" else []
+    except SettingError:  # a compile reports it
+        return []
+    return list(itertools.dropwhile(lambda word: not word.startswith("-"), words))
 
 
 def find_compiler(target: Target) -> Compiler | None:
@@ -135,7 +178,7 @@ def looked_for(target: Target) -> str:
         if env.nvcc() is None
         else "nvcc, on PATH or in /usr/local/cuda, with g++"
     )
-    found = [f"{compiler.name} is {compiler.version}" for find in (find_nvcc, find_nvrtc) if (compiler := find())]
+    found = [f"{compiler.name} is {compiler.remark}" for find in (find_nvcc, find_nvrtc) if (compiler := find())]
     too_old = f"; neither knows {target.name}: {', '.join(found)}" if found else ""
     return f"{nvcc}, and NVRTC (libnvrtc.so of the package nvidia-cuda-nvrtc or of a CUDA toolkit){too_old}"
 
@@ -172,7 +215,8 @@ def find_nvrtc() -> Compiler | None:
 def nvrtc_library() -> str | None:
     """libnvrtc.so: of a package (torch's CUDA wheels bring it), else of a toolkit; the newest in a place."""
     packages = [os.path.join(folder, "nvidia", "*", "lib") for folder in sys.path if folder]
-    toolkits = ["/usr/local/cuda/lib64", "/usr/local/cuda-*/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64"]
+    toolkits = ["/usr/local/cuda/lib64", "/usr/local/cuda-*/lib64"]
+    toolkits += ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"]
     for place in packages + toolkits:
         found = [p for p in glob.glob(os.path.join(place, "libnvrtc.so.*")) if ".alt." not in p]
         if found:

@@ -6,14 +6,11 @@ Another driver, or another compiler, gets its own try.
 
 from __future__ import annotations
 
-import re
-
 from .cache import Entry, Store
-from .compilers import find_compiler
+from .compilers import find_compiler, toolkit_version
 from .targets import device_info
 
 _REFUSED = "refused_by_driver"  # meta: the driver's version
-_RELEASE = re.compile(r"(?:release |libnvrtc\.so\.)(\d+)(?:\.(\d+))?")  # as compilers name it in an entry's meta
 
 
 def note_refusal(store: Store, entry: Entry, device_index: int) -> None:
@@ -32,7 +29,7 @@ def explain(entry: Entry, device_index: int | None, error: Exception | None) -> 
     """The driver's own words, and what to do."""
     name, compiler = entry.meta["name"], entry.meta["compiler"]
     driver = device_info(device_index or 0).driver_version
-    toolkit = _toolkit_version(compiler)
+    toolkit = toolkit_version(compiler)
     if toolkit <= driver:
         return f"the driver refuses {name}, which {compiler} has compiled: {error}"
     own = _text(driver)
@@ -42,12 +39,6 @@ def explain(entry: Entry, device_index: int | None, error: Exception | None) -> 
         f"Update the driver, or let a compiler of CUDA {own} or older build the kernels: "
         "FLASHPAGE_NVCC names an nvcc, and the package nvidia-cuda-nvrtc brings NVRTC of each version."
     )
-
-
-def _toolkit_version(compiler: str) -> int:
-    """As the driver counts: 13000 is CUDA 13.0. 0 where the compiler does not say."""
-    found = _RELEASE.search(compiler)
-    return 1000 * int(found[1]) + 10 * int(found[2] or 0) if found else 0
 
 
 def _text(version: int) -> str:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import functools
 import grp
+import hashlib
 import os
 import pwd
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 _MAX_LINKS = 40  # as the kernel counts them
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a file's place would block
+_locks: set[int] = set()  # open descriptors that hold a lock, or are about to
 
 
 def fault(folder: Path) -> str:
@@ -119,6 +121,32 @@ def _held(path: str | Path, flags: int, at: int | None = None) -> Iterator[int]:
 
 
 @contextlib.contextmanager
+def _held_lock(path: str | Path, flags: int, at: int | None = None) -> Iterator[int]:
+    """As `_held`, for a descriptor that gets a lock. A child that is forked meanwhile closes its copy, with which the
+    lock would outlive this process."""
+    descriptor = os.open(path, flags, 0o600, dir_fd=at)
+    _locks.add(descriptor)
+    try:
+        yield descriptor
+    finally:
+        if descriptor in _locks:  # else closed in this child: the number may be another file's by now
+            _locks.remove(descriptor)
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def _close_locks() -> None:
+    """In a forked child."""
+    for descriptor in _locks:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks)
+
+
+@contextlib.contextmanager
 def opened(folder: str | Path, *, is_trusted: bool = False) -> Iterator[int]:
     """A folder's descriptor, for `read`. Unless the folder is trusted, it is opened without
     following a link, and PermissionError tells that another user could have written it."""
@@ -174,7 +202,7 @@ def locked(folder: Path, name: str, *, is_blocking: bool = True) -> Iterator[Non
     """Holds the lock file `name` of a folder, made where it is missing and never changed. BlockingIOError where another
     holds it and `is_blocking` is False."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with opened(folder) as at, _held(name, flags, at) as file:
+    with opened(folder) as at, _held_lock(name, flags, at) as file:
         with contextlib.suppress(PermissionError):  # another user's, where a cache is not private
             os.fchmod(file, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX | (0 if is_blocking else fcntl.LOCK_NB))
@@ -182,7 +210,7 @@ def locked(folder: Path, name: str, *, is_blocking: bool = True) -> Iterator[Non
         try:
             yield
         finally:
-            if os.getpid() == owner:  # closing is not enough: a child that was forked meanwhile has the file open too
+            if os.getpid() == owner:  # not in a child that was forked in the block
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
@@ -202,11 +230,11 @@ def scratch(parent: Path | None, prefix: str) -> Iterator[Path]:
     """A new folder, mode 0700, that is removed at the end. It is locked meanwhile: `sweep` thus tells it from those
     that killed processes left."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=prefix_here(prefix), dir=parent))
         with contextlib.ExitStack() as stack:
             stack.callback(remove, folder)
             try:
-                descriptor = stack.enter_context(_held(folder, _FOLDER))
+                descriptor = stack.enter_context(_held_lock(folder, _FOLDER))
                 with contextlib.suppress(OSError):  # no locks here (NFS): `sweep` leaves all folders alone
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
                 os.stat(folder)
@@ -216,10 +244,26 @@ def scratch(parent: Path | None, prefix: str) -> Iterator[Path]:
             return
 
 
+def prefix_here(prefix: str) -> str:
+    """The beginning of the names that `scratch` gives on this host."""
+    return f"{prefix}{_host()}-"
+
+
+@functools.cache
+def _host() -> str:
+    """Tells hosts that share a folder apart: a lock may be seen on its own host alone (some kinds of NFS, virtiofs)."""
+    try:
+        identity = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        identity = os.uname().nodename
+    return hashlib.sha256(os.fsencode(identity)).hexdigest()[:12]
+
+
 def sweep(parent: Path, prefix: str) -> None:
-    """Removes what killed processes left of `scratch`. A process that still runs holds its folder's lock."""
+    """Removes what killed processes of this host left of `scratch`. A process that still runs holds its folder's
+    lock."""
     for path in listed(parent):
-        if not path.name.startswith(prefix):
+        if not path.name.startswith(prefix_here(prefix)):
             continue
         with contextlib.suppress(OSError), opened(path) as descriptor:
             if os.fstat(descriptor).st_uid == os.geteuid():

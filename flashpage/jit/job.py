@@ -115,7 +115,7 @@ class Job:
             **diagnostics.read_ptxas(log),
         }
         try:
-            if not self._is_of_sources():  # the entry would be found once the edit is undone
+            if not self._is_of_sources(store):  # the entry would be found once the edit is undone
                 warn(f"{self.spec.name} is not kept: its sources changed while it was compiled")
                 return self._unkept(meta)
             entry = store.publish(self.key, self.binary, meta)
@@ -129,10 +129,10 @@ class Job:
         store.remember(self.spec, self.target, self.key)
         return entry
 
-    def _is_of_sources(self) -> bool:
+    def _is_of_sources(self, store: Store) -> bool:
         """Whether the sources are still those that were compiled."""
         try:
-            return key_of(self.spec, self.target) == self.key
+            return key_of(self.spec, self.target, store.options(self.target)) == self.key
         except OSError:
             return False
 

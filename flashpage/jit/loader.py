@@ -78,7 +78,9 @@ def prebuild(specs: Iterable[KernelSpec], device: Device = None) -> list[LoadedK
             if result.error:
                 raise result.error
             assert result.entry is not None
-            _kernels.setdefault((result.spec, _canonical(index)), _load(result.entry, index))
+            if result.is_new:  # get_kernel loads what another process has built, or compiles it again
+                kernel = _load_built(jit_store(), result.entry, index)
+                _kernels.setdefault((result.spec, _canonical(index)), kernel)
     return [get_kernel(spec, device) for spec in specs]
 
 
@@ -131,10 +133,15 @@ def _find(spec: KernelSpec, index: int | None) -> LoadedKernel:
     if unusable and driver.was_refused(unusable, index):  # the same compiler would make the same for the same driver
         raise DeviceError(driver.explain(unusable, index, failure)) from failure
     entry, is_new = obtain(spec, target, store, unusable=unusable)
+    return _load_built(store, entry, index) if is_new else _load(entry, index)
+
+
+def _load_built(store: Store, entry: Entry, index: int | None) -> LoadedKernel:
+    """Loads what was compiled now. If the driver refuses it, that is remembered and explained."""
     try:
         return _load(entry, index)
     except DeviceError as error:
-        if index is None or not is_new:
+        if index is None:
             raise
         driver.note_refusal(store, entry, index)
         raise DeviceError(driver.explain(entry, index, error)) from error

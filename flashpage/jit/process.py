@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -22,6 +23,8 @@ _GRACE_SECONDS = 3.0
 # CUDA's container images set NV_CUDA_*.
 _TOOLS = ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
 _TOOL_PREFIXES = ("NV_TPS_", "NV_SANITIZER_", "NV_NSIGHT_", "NSYS_", "QUADD_")
+_children: set[subprocess.Popen[str]] = set()  # that `running` waits for, in all threads
+_is_stopped = threading.Event()
 _SUPERVISOR = str(Path(__file__).with_name("supervise.py"))
 
 
@@ -80,6 +83,7 @@ def running(
         own["TMPDIR"] = str(folder)
     child = None
     try:
+        fail_if_stopped()
         with _interrupts_later():  # until `child` says which process to end
             child = subprocess.Popen(
                 [*_supervised(folder), *command],
@@ -89,7 +93,10 @@ def running(
                 env=os.environ | own | (environment or {}),
                 start_new_session=True,
                 text=True,
+                errors="surrogateescape",  # paths are in no encoding that is known
             )
+        _children.add(child)
+        fail_if_stopped()  # after the line above: `stopped` has not seen this child, or ends it
         yield child
         child.wait()
     except BaseException:
@@ -97,8 +104,33 @@ def running(
             _end(child)
         raise
     finally:
-        if child is not None and child.stdout is not None:
-            child.stdout.close()
+        if child is not None:
+            _children.discard(child)
+            if child.stdout is not None:
+                child.stdout.close()
+
+
+@contextlib.contextmanager
+def stopped() -> Iterator[None]:
+    """In the block compiles of other threads end, and none begins. For a program that was interrupted and waits for its
+    threads, because the interrupt comes to the main thread alone."""
+    _is_stopped.set()
+    try:
+        children = list(_children)
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+        for child in children:
+            _end(child)
+        yield
+    finally:
+        _is_stopped.clear()
+
+
+def fail_if_stopped() -> None:
+    """InterruptedError in the block of `stopped`."""
+    if _is_stopped.is_set():
+        raise InterruptedError(errno.EINTR, "the program was interrupted")
 
 
 def _supervised(folder: Path) -> list[str]:
@@ -129,6 +161,8 @@ def _interrupts_later() -> Iterator[None]:
 def _end(child: subprocess.Popen[str]) -> None:
     """SIGTERM first: ninja passes it on to its compilers, and g++ removes its temporary files."""
     for number in (signal.SIGTERM, signal.SIGKILL):
+        if child.returncode is not None:  # a thread has waited for it: the number may be another process's
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):

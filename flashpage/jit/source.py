@@ -29,21 +29,23 @@ class Source:
     key: str
 
 
-def source_of(spec: KernelSpec, target: Target) -> Source:
+def source_of(spec: KernelSpec, target: Target, options: Sequence[str] = ()) -> Source:
     """Renders the spec; raises CompileError if it has no template.
 
-    The key covers the text, every header of the package that the text reaches, and the flags that the package chooses.
+    The key covers the text, every header of the package that the text reaches, the flags that the package chooses, and
+    `options`, those that a user adds to them (compilers.own_options), where the entry is for this user alone.
     It leaves out which compiler is used and its version: any compiler's build of the same source serves. It includes
     the spec, because an entry records one spec and two specs may render to the same text.
     """
     text = render(spec)
-    parts = [spec.digest, target.name, fixed_flags(target), text, sorted(included(text, include_dirs(spec)).items())]
+    headers = sorted(included(text, include_dirs(spec)).items())
+    parts = [spec.digest, target.name, fixed_flags(target), text, headers, *([list(options)] if options else [])]
     return Source(text, hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40])
 
 
-def key_of(spec: KernelSpec, target: Target) -> str:
+def key_of(spec: KernelSpec, target: Target, options: Sequence[str] = ()) -> str:
     """The key of a kernel's entry, computed from its source. Store.recall finds an entry without rendering."""
-    return source_of(spec, target).key
+    return source_of(spec, target, options).key
 
 
 def included(text: str, folders: Sequence[Path] | None = None) -> dict[str, str]:

@@ -8,13 +8,14 @@ import math
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.errors import FlashpageError
+from ..jit import process
 from ..jit.progress import Bar
 from . import rates
 from .cases import DECODE, LAYERS, LONG, PREFILL, QUICK, WORKSPACE_BYTES, Batch, Case, Layer
@@ -140,8 +141,15 @@ def _compile(cases: list[Case], workspace: Tensor, bar: Bar) -> None:
             case.plan(workspace)
         bar.advance(f"kernel for {case.name}")
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(plan, cases))
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    try:
+        wait([pool.submit(plan, case) for case in cases])
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        with process.stopped():  # else the threads, and so the program, would end after their compilers
+            pool.shutdown()
+        raise
+    pool.shutdown()
 
 
 def _result(name: str, measure: Callable[..., Result], *arguments: Any) -> Result:

@@ -10,6 +10,7 @@ import os
 import zipfile
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from jit_sandbox import Sandbox, toy
@@ -90,6 +91,25 @@ def test_list_is_lean() -> None:
     kernels = aot_build.listed(aot_build.WHEEL_TARGETS)
     assert {target.name for _, target in kernels} == set(aot_build.WHEEL_TARGETS)
     assert all(target.fits(spec) for spec, target in kernels)
+
+
+@pytest.mark.parametrize(("machine", "levels"), [("x86_64", ["avx2", "avx512"]), ("aarch64", ["neon"])])
+def test_the_list_has_the_cpu_levels_of_its_machine(machine: str, levels: list[str]) -> None:
+    """g++ compiles for no other machine."""
+    code = (
+        f"import os; os.uname = lambda: os.uname_result(('Linux', '', '', '', {machine!r}))\n"
+        "from aot.build import WHEEL_TARGETS; print(*WHEEL_TARGETS)"
+    )
+    done = programs.run(["-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.stdout.split() == ["sm_80", "sm_90a", "compute_80", *levels]
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_nvrtc_of_a_distribution(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = f"/usr/lib/{machine}-linux-gnu/libnvrtc.so"
+    files = [f"{place}.12", f"{place}.12.8.93", f"{place}.alt.13"]
+    monkeypatch.setattr(compilers.glob, "glob", lambda pattern: files if pattern == f"{place}.*" else [])
+    assert compilers.nvrtc_library() == f"{place}.12.8.93"
 
 
 def test_the_check_leaves_out_twins_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -89,6 +90,51 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_forked_child_keeps_no_lock_of_a_killed_process(tmp_path: Path) -> None:
+    """Neither the lock of a key nor that of a scratch folder, which the next compile sweeps."""
+    code = """
+import os, sys, time
+from pathlib import Path
+from flashpage.jit import files
+with files.locked(Path(sys.argv[1]), "key"), files.scratch(Path(sys.argv[1]), "work-") as folder:
+    if not (child := os.fork()):
+        time.sleep(60)
+        os._exit(0)
+    print(child, folder, flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child, folder = parent.stdout.readline().split()
+        files.sweep(tmp_path, "work-")
+        assert os.path.isdir(folder)
+        parent.kill()
+        parent.wait()
+        try:
+            with files.locked(tmp_path, "key", is_blocking=False):
+                pass
+            files.sweep(tmp_path, "work-")
+            assert not os.path.exists(folder)
+        finally:
+            os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_child_that_leaves_the_lock_closes_no_other_file(tmp_path: Path) -> None:
+    """Its copy of the lock's descriptor is closed already, and the number may be in use again."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(files.locked(tmp_path, "key"))
+        (descriptor,) = files._locks
+        if (child := os.fork()) == 0:
+            status = 1
+            with contextlib.suppress(OSError):
+                other = os.dup2(os.open(tmp_path, os.O_RDONLY), descriptor)
+                stack.close()
+                os.fstat(other)
+                status = 0
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_who_is_waited_for(

@@ -107,6 +107,25 @@ def test_a_full_folder_of_temporary_files(
     assert [path.name for path in full_disk.iterdir()] == ["others"]
 
 
+@pytest.mark.parametrize("text", ["", "no C++"])
+def test_a_folder_of_temporary_files_that_is_not_ascii(sandbox: Sandbox, tmp_path: Path, text: str) -> None:
+    """In a process whose locale is ASCII, several kernels compile, or fail by the compiler's words."""
+    (folder := tmp_path / "tmp é").mkdir()
+    (sandbox.templates / "kernel.cpp.jinja").open("a").write(text)
+    code = (
+        "from jit_sandbox import Sandbox, toy; from pathlib import Path\n"
+        f"Sandbox(Path({str(sandbox.folder)!r})).redirect()\n"
+        "from flashpage import jit\n"
+        "for result in jit.build_specs([toy(1), toy(2)], [jit.host_target()]):\n"
+        "    print(result.error or 'built')\n"
+    )
+    ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8:surrogateescape"}
+    environment = os.environ | sandbox.environment | ascii | {"TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    shown = (done.stdout + done.stderr).decode(errors="replace")
+    assert shown.count("does not name a type" if text else "built\n") >= 2, shown
+
+
 def test_no_folder_of_temporary_files(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "mkdtemp", _refuse)
     assert "No usable temporary directory" in failure(many=False)
@@ -154,7 +173,8 @@ def test_the_death_of_the_process_ends_its_compilers(
 def test_what_a_dead_process_left_is_swept(sandbox: Sandbox) -> None:
     """The next compile removes build folders and half-published entries; a living process keeps its own."""
     temporary = Path(tempfile.gettempdir())
-    left = [temporary / f"{build._WORK}left", sandbox.cache / f"{cache._PRIVATE}left"]
+    places = (temporary, build._WORK), (sandbox.cache, cache._PRIVATE)
+    left = [parent / f"{files.prefix_here(prefix)}left" for parent, prefix in places]
     for folder in left:
         files.make(folder, 0o700)
         files.write(folder / "file", b"", 0o600)
@@ -166,10 +186,36 @@ def test_what_a_dead_process_left_is_swept(sandbox: Sandbox) -> None:
     assert [path.name for path in temporary.iterdir()] == ["flashpage-of-another-kind"]
 
 
+@pytest.mark.parametrize("boot", [True, False])
+def test_a_sweep_leaves_what_is_of_another_host(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, boot: bool) -> None:
+    """Hosts that share TMPDIR or the cache do not see each other's locks where the file system keeps them local."""
+    temporary, other = Path(tempfile.gettempdir()), os.uname_result(("Linux", "other", "", "", ""))
+    read = Path.read_text
+
+    def another(path: Path, **arguments: str) -> str:
+        if path.name == "boot_id" and not boot:
+            raise PermissionError
+        return "another boot\n" if path.name == "boot_id" else read(path, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", another)
+        patch.setattr(os, "uname", lambda: other)
+        files._host.cache_clear()
+        theirs = files.prefix_here(build._WORK)
+        (running := temporary / f"{theirs}running").mkdir()
+        jit.get_kernel(toy(1))
+        assert not running.exists(), "its own"
+        running.mkdir()
+    files._host.cache_clear()
+    assert files.prefix_here(build._WORK) != theirs
+    jit.get_kernel(toy(2))
+    assert running.is_dir()
+
+
 def test_a_sweep_follows_no_link(sandbox: Sandbox) -> None:
     precious = sandbox.folder / "precious"
     files.make(precious, 0o700)
-    link = Path(tempfile.gettempdir()) / f"{build._WORK}link"
+    link = Path(tempfile.gettempdir()) / f"{files.prefix_here(build._WORK)}link"
     link.symlink_to(precious)
     files.sweep(link.parent, build._WORK)
     assert precious.is_dir() and link.is_symlink()

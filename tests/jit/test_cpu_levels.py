@@ -114,6 +114,44 @@ def test_an_arm_processor_runs_neon_kernels_alone(monkeypatch: pytest.MonkeyPatc
     assert not [flag for flag in compilers.fixed_flags(jit.Target("cpu", "neon"))["g++"] if flag.startswith("-m")]
 
 
+def test_options_of_a_user_have_kernels_of_their_own(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options in FLASHPAGE_CXX change what is compiled, and so the kernel; a launcher of the compiler does not."""
+    own, launched = str(sandbox.compiler), f"env {sandbox.compiler}"
+    commands = (own, 1), (f"{own} -DONE", 2), (f"{own} -DTWO", 3), (launched, 3), (f"{launched} -DONE", 3), (own, 3)
+    for command, kernels in commands:
+        monkeypatch.setenv("FLASHPAGE_CXX", command)
+        monkeypatch.setattr(loader, "_kernels", {})
+        jit.get_kernel(toy())
+        assert len(cache.entries()) == kernels, command
+
+
+def test_kernels_of_a_wheel_serve_whatever_the_options_are(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPAGE_CXX", f"{sandbox.compiler} -ffast-math")
+    aot_build.build_into(sandbox.aot, [(toy(), jit.host_target())])
+    for options in ("", " -ffast-math", " -DONE"):
+        monkeypatch.setenv("FLASHPAGE_CXX", f"{sandbox.compiler}{options}")
+        monkeypatch.setattr(loader, "_kernels", {})
+        jit.get_kernel(toy())
+    assert cache.entries() == []
+
+
+@pytest.mark.parametrize("options", ["", " -march=native", " -march=sapphirerapids"])
+def test_a_march_of_the_user_adds_no_instructions(options: str) -> None:
+    """A folder of kernels is copied between machines: a kernel has the features of its target alone."""
+    if "avx2" not in targets.cpu_features():
+        pytest.skip("g++ of another machine")
+    compiler = compilers.Compiler("g++", ("g++", *options.split()))
+    command = [*compiler.program, *compiler.flags(jit.Target("cpu", LAST)), "-dM", "-E", "-x", "c++", "/dev/null"]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "#define __AVX2__ 1" in macros and "__AVX512" not in macros and "__AVXVNNI__" not in macros
+
+
+def test_zig_has_names_of_its_own() -> None:
+    zig = compilers.Compiler("g++", ("python", "-m", "ziglang", "c++", "-march=native"))
+    assert "-march=x86_64" in zig.flags(jit.Target("cpu", LAST))
+    assert not [flag for flag in zig.flags(jit.Target("cpu", "neon")) if flag.startswith("-march")]
+
+
 def test_kernels_have_the_instructions_of_their_level(tmp_path: Path) -> None:
     """In a real kernel, only AVX-512 levels use 512-bit registers, and only AVX512-BF16 uses bf16 products."""
     if shutil.which("objdump") is None:

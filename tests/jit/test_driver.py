@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +34,13 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     return sandbox
 
 
-def refusal(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, release: str, driver_version: int) -> str:
+def refusal(
+    sandbox: Sandbox,
+    monkeypatch: pytest.MonkeyPatch,
+    release: str,
+    driver_version: int,
+    get: Callable[[KernelSpec, str], object] = jit.get_kernel,
+) -> str:
     """The error in a new process with this toolkit and driver."""
     nvcc = sandbox.folder / f"nvcc-{release}"
     nvcc.write_text(NVCC.replace("RELEASE", release))
@@ -40,7 +48,7 @@ def refusal(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, release: str, dri
     monkeypatch.setenv("FLASHPAGE_NVCC", str(nvcc))
     monkeypatch.setattr(driver, "device_info", lambda _: SimpleNamespace(driver_version=driver_version))
     with pytest.raises(DeviceError) as caught:
-        jit.get_kernel(KernelSpec("merge"), "cuda:0")
+        get(KernelSpec("merge"), "cuda:0")
     return str(caught.value)
 
 
@@ -51,6 +59,20 @@ def test_a_driver_older_than_the_toolkit(sandbox: Sandbox, monkeypatch: pytest.M
     assert sandbox.num_compiles() == 1
     assert refusal(sandbox, monkeypatch, "13.0", 12040) == told
     assert sandbox.num_compiles() == 1, "the refusal is not remembered"
+
+
+def test_several_kernels_at_once(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """prebuild says the same, and the kernel whose refusal it met is not compiled again."""
+
+    def prebuild(spec: KernelSpec, device: str) -> object:
+        return jit.prebuild([spec, dataclasses.replace(spec, head_dim_vo=64)], device)
+
+    told = refusal(sandbox, monkeypatch, "13.0", 12040, prebuild)
+    assert told.startswith(f"the driver is older than the toolkit and refuses {KernelSpec('merge').name}: ")
+    assert sandbox.num_compiles() == 2
+    assert refusal(sandbox, monkeypatch, "13.0", 12040, prebuild) == told
+    assert refusal(sandbox, monkeypatch, "13.0", 12040) == told
+    assert sandbox.num_compiles() == 2, "the refusal is not remembered"
 
 
 def test_another_driver_or_toolkit_gets_its_own_try(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,23 @@ def test_a_compile_for_a_card_that_no_compiler_knows() -> None:
     assert re.search(r"; neither knows sm_121a: nvcc is ", compilers.looked_for(unknown))
 
 
+@pytest.mark.parametrize("sm", [80, 86, 89, 90, 120])
+def test_a_toolkit_without_cpp20(monkeypatch: pytest.MonkeyPatch, cards: Sandbox, sm: int) -> None:
+    """CUDA 11 compiles no kernel, and hides no NVRTC that does."""
+    (cards.folder / "nvcc").write_text("#!/bin/sh\necho Cuda compilation tools, release 11.8, V11.8.89 sm_80 sm_120\n")
+    compilers._version.cache_clear()
+    target = targets.Target("cuda", sm)
+    newer, older = (compilers.Compiler("nvrtc", ("true", f"/lib/libnvrtc.so.{version}")) for version in (13, "11.2"))
+    monkeypatch.setattr(compilers, "known_cards", lambda _: frozenset({80, 120}))
+    monkeypatch.setattr(compilers, "find_nvrtc", lambda: newer)
+    assert compilers.find_compiler(target) == newer
+    monkeypatch.setattr(compilers, "find_nvrtc", lambda: older)
+    assert compilers.find_compiler(target) is None and not compilers.may_compile(target)
+    told = compilers.looked_for(target)
+    assert "nvcc is release 11.8, V11.8.89 (no C++20: CUDA 12 or newer is needed)" in told
+    assert "nvrtc is libnvrtc.so.11.2 (no C++20" in told
+
+
 def test_what_compilers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every toolkit here knows the targets that CI compiles."""
     monkeypatch.undo()

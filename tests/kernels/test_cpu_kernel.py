@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 
 import cpu_kernel
 import pytest
@@ -146,3 +148,17 @@ def test_kernel(case: KernelCase, target: Target, kernels: None) -> None:
         error = (out.double() - expected.out).abs()
         assert not error.isnan().any()
         assert (error <= limit).all(), f"{(error / limit).max():.2f} of the limit"
+
+
+def test_a_thread_with_a_small_stack() -> None:
+    """The work of the widest heads has more than 512 KiB, which a program's threads may have as their stack."""
+    case = KernelCase("widest work", dims=(512, 512), tile=(96, 64), kv_lens=(70,), q_lens=(3,))
+    with quick_builds():
+        library, inputs = cpu_kernel.load_kernel(case.spec, runnable(None)[0]), Inputs(case)
+    if (child := os.fork()) == 0:
+        threading.stack_size(512 << 10)
+        thread = threading.Thread(target=cpu_kernel.run, args=(case, inputs, library))
+        thread.start()
+        thread.join()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "it has overrun its stack"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 
@@ -160,6 +163,36 @@ def test_a_card_that_fails_or_is_full(
     monkeypatch.setattr(main.torch, "empty", no_memory)
     assert selftest() == 1
     assert "nothing could be checked" in capsys.readouterr().out
+
+
+# A compiler that hangs, and ignores SIGTERM.
+HANGS = """#!/bin/sh
+[ "$1" = --version ] && exec g++ --version
+trap '' TERM
+echo $$ >> "$COMPILES"
+sleep 100
+sleep 100
+"""
+
+
+def test_an_interrupt_while_compilers_run(tmp_path: Path) -> None:
+    """They end with the program, and the report of an earlier run is gone."""
+    compiler, compiles, report = (tmp_path / name for name in ("cxx", "compiles", "report.json"))
+    compiler.write_text(HANGS)
+    compiler.chmod(0o755)
+    report.write_text('{"verdict": "right"}')
+    own = {"FLASHPAGE_CXX": str(compiler), "COMPILES": str(compiles), "FLASHPAGE_CACHE_DIR": str(tmp_path / "cache")}
+    arguments = ["-m", "flashpage", "selftest", "--quick", "--device", "cpu", "--json", report]
+    program = programs.start(arguments, env=os.environ | own)
+    end = time.monotonic() + 60
+    while not compiles.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    program.send_signal(signal.SIGINT)
+    program.communicate(timeout=30)  # and not 200
+    assert program.returncode == 130 and "selftest: interrupted" in program.stderr
+    assert json.loads(report.read_text()) == {"verdict": "unfinished"}
+    assert not [pid for pid in compiles.read_text().split() if os.path.exists(f"/proc/{pid}")]
 
 
 @pytest.mark.parametrize("layer", cases.LAYERS, ids=lambda layer: layer.model)

@@ -1,5 +1,9 @@
 // The attention kernel of the CPU: one thread computes the plan's units tile by tile on vector registers.
 #pragma once
+#include <stdlib.h>
+
+#include <new>
+
 #include "flashpage/cpu/scores.h"
 #include "flashpage/cpu/softmax.h"
 #include "flashpage/cpu/trace.h"
@@ -48,10 +52,9 @@ void attend_unit(Work<Traits>& work, i32 cta) {
   stamp<Traits>(work.params, cta, Stamp::written);
 }
 
-// Runs the items of CTAs [cta_begin, cta_end).
 template <class Traits>
-void attention(const AttentionParams& params, const VariantArgs& args, i32 cta_begin, i32 cta_end) {
-  Work<Traits> work(params, args);
+void attend_ctas(Work<Traits>& work, i32 cta_begin, i32 cta_end) {
+  const AttentionParams& params = work.params;
   AttentionParams of_units = params;
   if constexpr (converts_latents<Traits>) of_units.k_scale = of_units.v_scale = nullptr;  // they scale elements
   for (i32 cta = cta_begin; cta < cta_end; ++cta) {
@@ -66,6 +69,28 @@ void attention(const AttentionParams& params, const VariantArgs& args, i32 cta_b
     stamp<Traits>(params, cta, Stamp::end);
     stamp<Traits>(params, cta, Stamp::sm);
   }
+}
+
+// Has a stack frame of its own, which is made only if it is called.
+template <class Traits>
+[[gnu::noinline]] void attend_on_stack(const AttentionParams& params, const VariantArgs& args, i32 cta_begin,
+                                       i32 cta_end) {
+  Work<Traits> work(params, args);
+  attend_ctas(work, cta_begin, cta_end);
+}
+
+// A program may give its threads 512 KiB of stack, and the work of wide heads has more. An allocation takes some
+// 0.4 us, which shows next to the shortest decodes of other heads.
+constexpr size_t most_on_stack = 256 << 10;
+
+// Runs the items of CTAs [cta_begin, cta_end). If there is no memory the work is on the stack: there is no way to tell.
+template <class Traits>
+void attention(const AttentionParams& params, const VariantArgs& args, i32 cta_begin, i32 cta_end) {
+  using Work = cpu::Work<Traits>;
+  void* memory = sizeof(Work) > most_on_stack ? aligned_alloc(alignof(Work), sizeof(Work)) : nullptr;
+  if (memory == nullptr) return attend_on_stack<Traits>(params, args, cta_begin, cta_end);
+  attend_ctas(*new (memory) Work(params, args), cta_begin, cta_end);
+  free(memory);
 }
 
 }  // namespace flashpage::cpu
