@@ -35,6 +35,8 @@ def marks_of(scales: tuple[Any, ...], device: torch.device) -> ScaleMarks | None
         elif value.__class__ not in _PLAIN or value.numel() != 1 or value.dim() > 2 or value.dtype is not torch.float32:
             return None
         elif value.is_cpu:
+            if not value.untyped_storage().nbytes():
+                return None
             found.append(value.item())
         elif value.get_device() == device.index and not value.is_neg() and (address := value.data_ptr()):
             found.append((address,))
