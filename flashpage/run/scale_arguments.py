@@ -32,9 +32,11 @@ def marks_of(scales: tuple[Any, ...], device: torch.device) -> ScaleMarks | None
     for value in scales:
         if value is None or value.__class__ is float:
             found.append(value)
-        elif value.__class__ not in _PLAIN or value.numel() != 1 or value.dim() > 2 or value.dtype is not torch.float32:
+            continue
+        is_usual = value.__class__ in _PLAIN and value.dtype is torch.float32 and not value.requires_grad
+        if not is_usual or value.numel() != 1 or value.dim() > 2:
             return None
-        elif value.is_cpu:
+        if value.is_cpu:
             if not value.untyped_storage().nbytes():
                 return None
             found.append(value.item())

@@ -113,7 +113,7 @@ def run(
     checks.flag("return_lse", return_lse, RunError)
     q, cache, out, lse = tensors
     parts = [part for part in cache if part is not None] if isinstance(cache, tuple) else [cache]
-    _check_gradients(wrapper, tensors, parts, (*scales, None), sinks)
+    _check_gradients(wrapper, tensors, parts, scales, sinks)
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], wrapper.options.head_dim_vo), dtype=wrapper.out_dtype)
     if return_lse and lse is None:
@@ -128,7 +128,7 @@ def run(
 
 
 def _check_gradients(
-    wrapper: Runnable, tensors: Tensors, parts: list[torch.Tensor], scales: tuple[Any, ...], sinks: torch.Tensor | None
+    wrapper: Runnable, tensors: Tensors, parts: list[torch.Tensor], scales: Scales, sinks: torch.Tensor | None
 ) -> None:
     """Refuses tensors that require one: the operator itself gets none of these from compiled code."""
     of_parts = ("k", "v") if wrapper.options.kv_source == "ragged" else ("paged_kv_cache",) * len(parts)

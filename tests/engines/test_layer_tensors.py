@@ -84,8 +84,9 @@ def test_addresses_of_each_layer(judged: list[Scales], monkeypatch: pytest.Monke
         (lambda scale: scale.double(), "dtype"),
         (lambda scale: scale.expand(3), "shape"),
         (lambda scale: scale.to("meta"), "is on meta"),
+        (lambda scale: torch.nn.Parameter(scale), "requires grad"),
     ],
-    ids=["fp64", "three", "another device"],
+    ids=["fp64", "three", "another device", "gradient"],
 )
 def test_other_tensors_are_checked(change: Any, message: str, device: str) -> None:
     """After tensors that need no check."""

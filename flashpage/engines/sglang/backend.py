@@ -164,7 +164,10 @@ class FlashpageBackend(AttentionBackend):
             self._write(k, v, layer, forward_batch)
         q = q.reshape(-1, kind.num_heads, kind.head_dim)
         out = torch.empty_like(q)
-        scales = (None, *_scales_of(layer)) if self._is_fp8 else NO_SCALES
+        scales = NO_SCALES
+        if self._is_fp8:
+            k, v = _scale(layer.k_scale, layer.k_scale_float), _scale(layer.v_scale, layer.v_scale_float)
+            scales = (None, k, v)
         sinks = None if sinks is None else sinks.float()
         return self._run(group, options, LayerTensors(q, k, v, self._cache(layer), out, scales, sinks))
 
@@ -209,15 +212,11 @@ class FlashpageBackend(AttentionBackend):
         return found[1]
 
 
-def _scales_of(layer: Any) -> tuple[Any, Any]:
-    """The scales by which a layer's fp8 cache is written: tensors that stay where they are when weights are updated,
-    numbers, or None. Some models have tensors of another type than kernels read, and equal numbers."""
-    k, v = layer.k_scale, layer.v_scale
-    if isinstance(k, torch.Tensor) and k.dtype != torch.float32:
-        k = layer.k_scale_float
-    if isinstance(v, torch.Tensor) and v.dtype != torch.float32:
-        v = layer.v_scale_float
-    return k, v
+def _scale(written_by: Any, number: float | None) -> Any:
+    """The scale by which a layer's fp8 cache is written: a tensor that stays where it is when weights are updated, a
+    number, or None. Some models have tensors of another type than kernels read, and an equal number."""
+    is_read = not isinstance(written_by, torch.Tensor) or written_by.dtype == torch.float32
+    return written_by if is_read else number
 
 
 def _sizes(runner: Any, page_size: int) -> GroupSizes:

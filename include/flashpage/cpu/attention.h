@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include <new>
+#include <type_traits>
 
 #include "flashpage/cpu/scores.h"
 #include "flashpage/cpu/softmax.h"
@@ -87,6 +88,7 @@ constexpr size_t most_on_stack = 256 << 10;
 template <class Traits>
 void attention(const AttentionParams& params, const VariantArgs& args, i32 cta_begin, i32 cta_end) {
   using Work = cpu::Work<Traits>;
+  static_assert(std::is_trivially_destructible_v<Work>, "the memory is freed as it is");
   void* memory = sizeof(Work) > most_on_stack ? aligned_alloc(alignof(Work), sizeof(Work)) : nullptr;
   if (memory == nullptr) return attend_on_stack<Traits>(params, args, cta_begin, cta_end);
   attend_ctas(*new (memory) Work(params, args), cta_begin, cta_end);

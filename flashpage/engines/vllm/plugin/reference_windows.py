@@ -41,9 +41,13 @@ def window_of(spec: Any) -> int | None:
     return found
 
 
+def _has_windows(config: Any) -> bool:
+    return getattr(getattr(config, "model_config", None), "rswa_window", None) is not None
+
+
 def refusals(config: Any, is_batch_invariant: bool) -> list[str]:
     """The reasons why such a model cannot be served with other parts of vLLM's configuration."""
-    if getattr(getattr(config, "model_config", None), "rswa_window", None) is None:
+    if not _has_windows(config):
         return []
     ranks = getattr(config.parallel_config, "decode_context_parallel_size", 1)
     return [
@@ -60,7 +64,7 @@ def refusals(config: Any, is_batch_invariant: bool) -> list[str]:
 def refusal(config: Any, layer: LayerOptions, is_batch_invariant: bool) -> str | None:
     """The reason why a layer cannot be served by that configuration; None: it can. The CPU's platform of vLLM asks
     nothing else."""
-    if layer.is_encoder or getattr(getattr(config, "model_config", None), "rswa_window", None) is None:
+    if layer.is_encoder or not _has_windows(config):
         return None
     found = refusals(config, is_batch_invariant)
     if layer.kind.slopes:
