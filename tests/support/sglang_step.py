@@ -161,8 +161,8 @@ class Scene(Requests):
             chunk=form.chunk or 0,
             soft_cap=layer.logit_cap,
             sinks=None if self.sinks is None else self.sinks.cpu().float(),
-            k_scale=layer.k_scale or 1.0,
-            v_scale=layer.v_scale or 1.0,
+            k_scale=float(layer.k_scale or 1.0),
+            v_scale=float(layer.v_scale or 1.0),
         )
         k_all, v_all = (buffer.cpu().float() for buffer in self.pool.get_kv_buffer(layer.layer_id))
         for i, (m, n) in enumerate(zip(self.q_lens, self._all_lens(), strict=True)):
