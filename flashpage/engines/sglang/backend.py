@@ -166,8 +166,8 @@ class FlashpageBackend(AttentionBackend):
         out = torch.empty_like(q)
         scales = NO_SCALES
         if self._is_fp8:
-            k, v = _scale(layer.k_scale, layer.k_scale_float), _scale(layer.v_scale, layer.v_scale_float)
-            scales = (None, k, v)
+            k_scale = _scale(layer.k_scale, layer.k_scale_float)
+            scales = (None, k_scale, _scale(layer.v_scale, layer.v_scale_float))
         sinks = None if sinks is None else sinks.float()
         return self._run(group, options, LayerTensors(q, k, v, self._cache(layer), out, scales, sinks))
 
