@@ -31,6 +31,15 @@ struct WideQuery {
     }
   }
 
+  // Brings them to the L2 ahead.
+  FP_DEVICE void prefetch(const Place& place) const {
+    if (place.done || params.query_box_rows == 0 || !ptx::elect_one()) return;
+    u32 row, head;
+    params.group.divmod(place.unit.first_row + Shared::first_row(), row, head);
+    for (int panel = 0; panel < Tile::panels; ++panel)
+      ptx::tensor_prefetch(maps.q, panel * Tile::panel_columns, head, place.item.q_begin + row, 0);
+  }
+
  private:
   // Rows beyond the unit are zero or belong to another request; their results are not stored.
   FP_DEVICE void load_boxes(const Place& place, u32 use) const {

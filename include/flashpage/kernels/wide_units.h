@@ -101,6 +101,23 @@ struct WideUnits {
       publish_next(use);
     }
   }
+  // The same by a warp that also has work for each block: `of_block(use)`. The next unit is published after two blocks,
+  // because that waits until the unit before this one is over.
+  FP_DEVICE void plan(auto&& load_query, auto&& of_block) const {
+    begin();
+    u32 block_use = 0;
+    for (u32 use = 0;; ++use) {
+      shared.place_ring.wait_full(use);
+      const WidePlace& place = shared.places[shared.place_ring.slot(use)];
+      if (place.place.done) return;
+      load_query(place.place, use);
+      const int blocks = place.blocks, early = min_of(blocks, 2);
+      for (int block = 0; block < early; ++block) of_block(block_use++);
+      publish_next(use);
+      load_query.prefetch(shared.places[shared.place_ring.slot(use + 1)].place);
+      for (int block = early; block < blocks; ++block) of_block(block_use++);
+    }
+  }
   // The parts of `plan`: publishes the first unit, and the one after `use`.
   FP_DEVICE void begin() const {
     if (lane == 0) {

@@ -27,6 +27,13 @@ FP_DEVICE void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 co
       : "memory");
 }
 
+// Brings the box to the L2.
+FP_DEVICE void tensor_prefetch(const TensorMap& map, i32 column, i32 token, i32 head, i32 page) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column),
+               "r"(token), "r"(head), "r"(page)
+               : "memory");
+}
+
 // Copies the box to both CTAs of a cluster of two: to the same address, counted by the barrier with the same address.
 FP_DEVICE void tensor_copy_to_pair(u32 shared, const TensorMap& map, u32 barrier, i32 column, i32 token, i32 head,
                                    i32 page) {

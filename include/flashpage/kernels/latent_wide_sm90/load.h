@@ -92,7 +92,7 @@ struct WideLoad {
 
  private:
   FP_DEVICE void copy_units() const {
-    if (warp == WideRoles::plan_warp) return units.plan(WideQuery<Traits, Shared>(shared, params, maps));
+    if (warp == WideRoles::plan_warp) return plan();
     if (warp >= Shared::loaders) return;
     if constexpr (!Shared::has_boxes) {
       units.load_blocks(WideRows<Traits>(shared, params), warp == 0);
@@ -102,6 +102,15 @@ struct WideLoad {
       if constexpr (Shared::tail_panels > 0) {
         if (warp == 2) load_part<WidePart::tail>();
       }
+    }
+  }
+
+  FP_DEVICE void plan() const {
+    const WideQuery<Traits, Shared> load_query(shared, params, maps);
+    if constexpr (Shared::copies_rows) {
+      units.plan(load_query, WideFence<Traits>{shared});
+    } else {
+      units.plan(load_query);
     }
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/shared.h"
 #include "flashpage/ptx/cp_async.h"
+#include "flashpage/ptx/fence.h"
 #include "flashpage/tile/load/kv_rows.h"
 
 namespace flashpage {
@@ -72,7 +73,7 @@ struct WideRows {
   FP_DEVICE void write_present(const WideQuarter& first, u32 use, u32 present) const {
     const int group = warp() + lane() * loaders;
     if (group < Shared::row_groups) shared.present[Shared::slot(use)][group] = present >> lane() * in_group & 15;
-    ptx::mbarrier_arrive(ptx::shared_address(first.full));
+    ptx::mbarrier_arrive(ptx::shared_address(first.copied));
   }
   FP_DEVICE static void wait_empty(const WideQuarter& quarter) {
     ptx::mbarrier_wait(ptx::shared_address(quarter.empty), quarter.phase ^ 1);
@@ -101,7 +102,29 @@ struct WideRows {
                           reinterpret_cast<const void*>(rows[i] + (first_panel + panel) * 128),
                           (present >> (i * in_group + lane() / 8) & 1) != 0);
     }
-    ptx::mbarrier_arrive_after_copies(ptx::shared_address(quarter.full));
+    ptx::mbarrier_arrive_after_copies(ptx::shared_address(quarter.copied));
+  }
+};
+
+// Fences the rows of a block that other warps have copied, once for all products that read them.
+template <class Traits>
+struct WideFence {
+  using Shared = WideShared<Traits>;
+
+  Shared& shared;
+
+  FP_DEVICE void operator()(u32 use) const {
+    if constexpr (Shared::tail_panels > 0) pass_on(shared.tail_of(use));
+#pragma unroll
+    for (int i = 0; i < Shared::kept; ++i) pass_on(shared.kept_quarter(i, use));
+  }
+
+ private:
+  FP_DEVICE static void pass_on(const WideQuarter& columns) {
+    ptx::mbarrier_wait(ptx::shared_address(columns.copied), columns.phase);
+    ptx::fence_before_products();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(columns.full));
   }
 };
 

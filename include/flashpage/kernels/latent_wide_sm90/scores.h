@@ -3,6 +3,7 @@
 #include "flashpage/kernels/latent_wide_sm90/shared.h"
 #include "flashpage/kernels/wide_scores.h"
 #include "flashpage/ptx/cluster.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/ldmatrix.h"
 #include "flashpage/ptx/st_async.h"
@@ -27,6 +28,11 @@ struct WideScores {
   static constexpr int held_tail = is_pair ? Shared::tail_panels : 0;
   static constexpr int held_panels = is_pair ? held_tail + Shared::quarter_panels : 0, none_held = -1;
 
+  // Where the factors of scores are in shared memory; a product adds an offset.
+  struct Factors {
+    ptx::Matrix kept, query_of_kept, tail, query, passing = query, query_of_passing = query;
+  };
+
   u32 held[max_of(held_panels * 4, 1)][4];
   Shared& shared;
   const AttentionParams& params;
@@ -45,7 +51,11 @@ struct WideScores {
       softmax.clear();
       if (params.sinks) begin_with_sinks(softmax, rows_of(place));
       if (place.blocks > 0) {
-        score_blocks(place, softmax);
+        if constexpr (Shared::scores_two) {
+          score_two_at_a_time(place, softmax);
+        } else {
+          score_blocks(place, softmax);
+        }
       } else {
         release_query(place);
       }
@@ -67,18 +77,15 @@ struct WideScores {
     issue_products(scores, use);
 #pragma unroll 1
     for (int block = 0;; ++use) {
+      const bool plain = is_plain(place, block);
       ptx::wgmma_wait<1>();
       if (!is_late) let_values_begin(use);
       release_first_columns(use);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(scores[0]);
-      if (block == 0 && threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
-      release_last_columns(use);
       const bool is_last = block + 1 == place.blocks;
       if (is_last) release_query(place);
-      prepare_scores<Traits>(scores, place, rows_of(place), place.first_token + block * tokens);
-      if constexpr (Shared::is_selected) hide_missing(scores, use);
-      hand_over(softmax, scores, place.scale, Shared::message(place, block));
+      take_probabilities(place, softmax, scores, block, plain);
       if (is_last) return;
       ++block;
       // A pair's products of values would take the tensor cores from the scores, for which the other CTA waits, too.
@@ -87,11 +94,65 @@ struct WideScores {
       issue_products(scores, use + 1);
     }
   }
+  // Scores of two blocks, and then the probabilities of both. Single rows arrive later than boxes, so memory for a block
+  // ahead is never full in time, and a block's exponentials would have no products beside them. Here those of the second
+  // block run during the first one's products of values. The loads of the two next blocks wait for values, but only once
+  // for two blocks.
+  FP_DEVICE void score_two_at_a_time(const WidePlace& place, Softmax& softmax) {
+    Scores first, second;
+#pragma unroll 1
+    for (int block = 0; block + 1 < place.blocks; block += 2) {
+      const u32 use = place.use(block);
+      issue_products(first, use);
+      issue_products(second, use + 1);
+      const bool first_plain = is_plain(place, block);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_settle(first[0]);
+      take_probabilities(place, softmax, first, block, first_plain);
+      const bool second_plain = is_plain(place, block + 1);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(second[0]);
+      if (block + 2 == place.blocks) release_query(place);
+      take_probabilities(place, softmax, second, block + 1, second_plain);
+    }
+    if (place.blocks % 2 == 0) return;
+    const int last = place.blocks - 1;
+    issue_products(first, place.use(last));
+    const bool last_plain = is_plain(place, last);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(first[0]);
+    release_query(place);
+    take_probabilities(place, softmax, first, last, last_plain);
+  }
+  // Whether all rows see all tokens of a block, and the softmax scales its scores. Asked while their products run.
+  FP_DEVICE bool is_plain(const WidePlace& place, int block) const {
+    const Unit& unit = place.place.unit;
+    const i32 first = place.first_token + block * tokens;
+    bool found = !scales_first<Traits>(place.scale) && first >= unit.all_begin && first + tokens <= unit.all_end;
+    if constexpr (Shared::is_selected) found = found && all_present(groups_of(place.use(block)));
+    return found;
+  }
+  FP_DEVICE uint4 groups_of(u32 use) const {
+    return *reinterpret_cast<const uint4*>(shared.present[Shared::slot(use)]);
+  }
+  FP_DEVICE static bool all_present(const uint4& groups) {
+    return (groups.x & groups.y & groups.z & groups.w) == 0x0f0f0f0f;
+  }
+  FP_DEVICE void take_probabilities(const WidePlace& place, Softmax& softmax, Scores& scores, int block,
+                                    bool is_plain) {
+    const u32 use = place.use(block);
+    if (block == 0 && threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
+    release_last_columns(use);
+    if (!is_plain) {
+      prepare_scores<Traits>(scores, place, rows_of(place), place.first_token + block * tokens);
+      if constexpr (Shared::is_selected) hide_missing(scores, use);
+    }
+    hand_over(softmax, scores, place.scale, Shared::message(place, block));
+  }
   // Hides the places of a list that have no token.
   FP_DEVICE void hide_missing(Scores& scores, u32 use) const {
-    const uint4 groups = *reinterpret_cast<const uint4*>(shared.present[Shared::slot(use)]);
-    constexpr u32 all = 0x0f0f0f0f;
-    if ((groups.x & groups.y & groups.z & groups.w) == all) return;
+    const uint4 groups = groups_of(use);
+    if (all_present(groups)) return;
     const u32 words[4] = {groups.x, groups.y, groups.z, groups.w};
 #pragma unroll
     for (int n = 0; n < tokens / 8; ++n)
@@ -153,50 +214,73 @@ struct WideScores {
   // Issues scores = Q K^T in two groups: values' products may begin when the first one is complete. Columns come in the
   // order in which their memory is free.
   FP_DEVICE void issue_products(Scores& scores, u32 use) const {
+    const Factors of = factors_of(use);
     if constexpr (is_pair) {
-      issue_quarter<held_tail>(scores, shared.kept_quarter(0, use), false);
-      issue_quarter(scores, shared.kept_quarter(1, use), true);
-      issue_tail<0>(scores, use, true);
-      issue_quarter(scores, shared.passing_quarter(0, use), true);
+      issue_kept<0, held_tail>(scores, of, use, false);
+      issue_kept<1>(scores, of, use, true);
+      issue_tail<0>(scores, of, use, true);
+      issue_passing<0>(scores, of, use);
       ptx::wgmma_commit();
-      issue_quarter(scores, shared.passing_quarter(1, use), true);
+      issue_passing<1>(scores, of, use);
     } else {
-      issue_tail<none_held>(scores, use, false);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i == 3) ptx::wgmma_commit();
-        issue_quarter(scores, shared.kept_quarter(i, use), Shared::tail_panels > 0 || i > 0);
-      }
+      issue_tail<none_held>(scores, of, use, false);
+      issue_kept<0>(scores, of, use, Shared::tail_panels > 0);
+      issue_kept<1>(scores, of, use, true);
+      issue_kept<2>(scores, of, use, true);
+      if (!Shared::scores_two) ptx::wgmma_commit();
+      issue_kept<3>(scores, of, use, true);
     }
     ptx::wgmma_commit();
   }
-  template <int held_at>
-  FP_DEVICE void issue_tail(Scores& scores, u32 use, bool accumulate) const {
-    const u32 slot = Shared::tail_slot(use);
-    if constexpr (Shared::tail_panels > 0)
-      issue_panels<Shared::tail_panels, held_at>(scores, Shared::value_panels, shared.tails[slot],
-                                                 shared.tail_full[slot], Shared::tail_phase(use), accumulate);
+  // Found together, because each takes an exchange between lanes.
+  FP_DEVICE Factors factors_of(u32 use) const {
+    const ptx::Matrix kept = matrix_of(shared.kept_values[Shared::slot(use)]);
+    const ptx::Matrix tail = matrix_of(shared.tails[Shared::tail_slot(use)]), query = matrix_of(shared.query);
+    if constexpr (!is_pair) return {kept, query, tail, query};
+    const auto query_of = [&](const WideQuarter& quarter) {
+      return matrix_of(shared.query[quarter.first_panel * Tile::panel_bytes]);
+    };
+    const ptx::Matrix of_kept = query_of(shared.kept_quarter(0, use));
+    return {kept, of_kept, tail, query, matrix_of(shared.passing_values), query_of(shared.passing_quarter(0, use))};
   }
-  template <int held_at = none_held>
-  FP_DEVICE void issue_quarter(Scores& scores, const WideQuarter& at, bool accumulate) const {
-    issue_panels<Shared::quarter_panels, held_at>(scores, at.first_panel, at.memory, *at.full, at.phase, accumulate);
+  // The opaque address keeps the compiler from holding that of each product in registers, from block to block.
+  FP_DEVICE static ptx::Matrix matrix_of(const auto& columns) {
+    return {ptx::opaque(ptx::shared_address(&columns)), 0};
+  }
+  template <int held_at>
+  FP_DEVICE void issue_tail(Scores& scores, const Factors& of, u32 use, bool accumulate) const {
+    constexpr int query_byte = Shared::value_panels * Tile::panel_bytes;
+    if constexpr (Shared::tail_panels > 0)
+      issue_panels<Shared::tail_panels, held_at>(scores, shared.tail_of(use), of.tail, 0, of.query, query_byte,
+                                                 accumulate);
+  }
+  template <int i, int held_at = none_held>
+  FP_DEVICE void issue_kept(Scores& scores, const Factors& of, u32 use, bool accumulate) const {
+    constexpr int byte = i * Shared::quarter_bytes;
+    constexpr int query_byte = is_pair ? byte : Shared::panel_of_quarter(i) * Tile::panel_bytes;
+    issue_panels<Shared::quarter_panels, held_at>(scores, shared.kept_quarter(i, use), of.kept, byte, of.query_of_kept,
+                                                  query_byte, accumulate);
+  }
+  template <int i>
+  FP_DEVICE void issue_passing(Scores& scores, const Factors& of, u32 use) const {
+    constexpr int byte = i * Shared::quarter_bytes;
+    issue_panels<Shared::quarter_panels, none_held>(scores, shared.passing_quarter(i, use), of.passing, byte,
+                                                    of.query_of_passing, byte, true);
   }
   // `held_at`: where Q's panels are among those that are held.
   template <int panels, int held_at>
-  FP_DEVICE void issue_panels(Scores& scores, int first_panel, const u8* keys, const u64& full, u32 phase,
-                              bool accumulate) const {
-    const ptx::Matrix query(ptx::shared_address(shared.query) + first_panel * Tile::panel_bytes, 0);
-    const ptx::Matrix block(ptx::shared_address(keys), 0);
-    ptx::mbarrier_wait(ptx::shared_address(&full), phase);
-    if constexpr (Shared::products_need_fence) ptx::fence_before_products();
+  FP_DEVICE void issue_panels(Scores& scores, const WideQuarter& at, const ptx::Matrix& keys, int key_byte,
+                              const ptx::Matrix& query, int query_byte, bool accumulate) const {
+    ptx::mbarrier_wait(ptx::shared_address(at.full), at.phase);
     ptx::wgmma_fence();  // after a wait the compiler would insert one, and serialise products
 #pragma unroll
     for (int step = 0; step < panels * 4; ++step) {
       const int offset = step / 4 * Tile::panel_bytes + step % 4 * 32;
+      const u64 factor = keys.at(key_byte + offset);
       if constexpr (held_at != none_held) {
-        Traits::HeldKeyProduct::multiply(scores[0], held[held_at * 4 + step], block.at(offset), accumulate || step > 0);
+        Traits::HeldKeyProduct::multiply(scores[0], held[held_at * 4 + step], factor, accumulate || step > 0);
       } else {
-        Traits::KeyProduct::multiply(scores[0], query.at(offset), block.at(offset), accumulate || step > 0);
+        Traits::KeyProduct::multiply(scores[0], query.at(query_byte + offset), factor, accumulate || step > 0);
       }
     }
   }
@@ -223,7 +307,12 @@ struct WideScores {
     pass(make_float2(factor[0][0], factor[0][1]));
   }
   FP_DEVICE void wait_until_taken(u32 message) const {
-    ptx::mbarrier_wait_for_peers(ptx::shared_address(&shared.taken[warp]), (message & 1) ^ 1);
+    const u32 taken = ptx::shared_address(&shared.taken[warp]), parity = (message & 1) ^ 1;
+    if constexpr (is_pair) {
+      ptx::mbarrier_wait_for_peers(taken, parity);
+    } else {
+      ptx::mbarrier_wait(taken, parity);
+    }
   }
   // Passes the factors, or sums, of a lane's two rows to both CTAs. This ends a message.
   FP_DEVICE void pass(const float2& of_rows) const {

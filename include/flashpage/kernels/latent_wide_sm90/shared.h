@@ -17,6 +17,7 @@ enum class WidePart { first, second, tail };
 struct WideQuarter {
   u8* memory;
   u64 *full, *empty;
+  u64* copied;      // where copies of single rows arrive, before they are fenced; `full` if boxes or conversions fill it
   u32 phase;        // of the barriers
   int first_panel;  // of the value columns; 0 for the tail, which has a view of its own
 };
@@ -43,8 +44,8 @@ struct WideShared {
   static constexpr int value_panels = Traits::head_dim_vo / Tile::panel_columns, half_panels = value_panels / 2;
   static constexpr int tail_panels = Tile::panels - value_panels;
   static constexpr int loaders = converts ? 4 : !has_boxes || tail_panels > 0 ? 3 : 2;  // warps
-  // Converting warps fence what they write; rows that are copied are fenced before products.
-  static constexpr bool products_need_fence = !has_boxes && !converts;
+  // Single rows that are copied as they are: the plan's warp fences them, for all products.
+  static constexpr bool copies_rows = !has_boxes && !converts;
   // Arrivals at the barrier of loaded columns: the lane that expects boxes, or all lanes, whose copies arrive.
   static constexpr int arrivals = has_boxes ? 1 : 32 * loaders * (converts ? passes : 1);
   static_assert(Traits::tile_kv == tokens && Traits::tile_q == rows && Traits::head_dim_qk % 64 == 0);
@@ -54,6 +55,8 @@ struct WideShared {
   // Quarters whose values this CTA multiplies, and those that it needs for scores alone.
   static constexpr int kept = is_pair ? 2 : 4, passing = 4 - kept;
   static constexpr int kept_blocks = is_pair ? 3 : 2, tail_slots = is_pair ? 1 : 2;
+  // Scores of two blocks at a time (scores.h).
+  static constexpr bool scores_two = copies_rows;
   static constexpr int readers = is_pair ? 2 : 1;     // warpgroups of values that read a kept quarter
   static constexpr int messengers = is_pair ? 2 : 1;  // CTAs whose probabilities arrive here
   // Registers of a thread. Pairs hold a part of Q, and warps that load single rows have their addresses.
@@ -81,6 +84,7 @@ struct WideShared {
   u64 kept_full[kept_blocks][kept], kept_empty[kept_blocks][kept];
   u64 passing_full[max_of(passing, 1)], passing_empty[max_of(passing, 1)];
   u64 tail_full[tail_slots], tail_empty[tail_slots];
+  u64 kept_copied[copies_rows ? kept_blocks : 1][kept], tail_copied[copies_rows ? tail_slots : 1];
   // Of warps with the same rows: messages of this CTA, and of the other one; and both readers of this CTA's.
   u64 handed_over[WideRoles::group], received[WideRoles::group], taken[WideRoles::group];
   u64 scored[kept_blocks][WideRoles::group];  // a block's products of scores, but for the last few
@@ -93,15 +97,18 @@ struct WideShared {
     const auto all = [](auto& barriers, u32 count) {
       for (u64& barrier : barriers) ptx::mbarrier_init(ptx::shared_address(&barrier), count);
     };
-    // At a first quarter's barrier each lane arrives once more, after it has written `present`.
-    for (auto& block : kept_full)
-      for (int i = 0; i < kept; ++i)
-        ptx::mbarrier_init(ptx::shared_address(&block[i]),
-                           is_selected && !converts && i == 0 ? 2 * arrivals : arrivals);
+    for (auto& block : kept_full) all(block, copies_rows ? 1 : arrivals);
+    if constexpr (copies_rows) {
+      // At a first quarter's barrier each lane arrives once more, after it has written `present`.
+      for (auto& block : kept_copied)
+        for (int i = 0; i < kept; ++i)
+          ptx::mbarrier_init(ptx::shared_address(&block[i]), is_selected && i == 0 ? 2 * arrivals : arrivals);
+      all(tail_copied, arrivals);
+    }
     for (auto& block : kept_empty) all(block, readers * WideRoles::group * (shares_blocks ? 2 : 1));
     all(passing_full, 1);
     all(passing_empty, WideRoles::group);
-    all(tail_full, arrivals);
+    all(tail_full, copies_rows ? 1 : arrivals);
     all(tail_empty, WideRoles::group);
     all(handed_over, 32);
     all(received, 1);
@@ -139,7 +146,8 @@ struct WideShared {
 
   FP_DEVICE WideQuarter tail_of(u32 use) {
     const u32 at = tail_slot(use);
-    return {tails[at], &tail_full[at], &tail_empty[at], tail_phase(use), 0};
+    u64* const copied = copies_rows ? &tail_copied[at] : &tail_full[at];
+    return {tails[at], &tail_full[at], &tail_empty[at], copied, tail_phase(use), 0};
   }
   // The first panel of a kept quarter of a CTA without a partner.
   FP_DEVICE static constexpr int panel_of_quarter(int i) { return i % 2 * half_panels + i / 2 * quarter_panels; }
@@ -148,11 +156,13 @@ struct WideShared {
     const u32 at = slot(use);
     const int panel =
         is_pair ? static_cast<int>(ptx::cluster_rank()) * half_panels + i * quarter_panels : panel_of_quarter(i);
-    return {kept_values[at][i], &kept_full[at][i], &kept_empty[at][i], kept_phase(use), panel};
+    u64* const copied = copies_rows ? &kept_copied[at][i] : &kept_full[at][i];
+    return {kept_values[at][i], &kept_full[at][i], &kept_empty[at][i], copied, kept_phase(use), panel};
   }
   FP_DEVICE WideQuarter passing_quarter(int i, u32 use) {
     const int half = static_cast<int>(ptx::cluster_rank()) ^ 1;
-    return {passing_values[i], &passing_full[i], &passing_empty[i], use & 1, half * half_panels + i * quarter_panels};
+    u64* const full = &passing_full[i];
+    return {passing_values[i], full, &passing_empty[i], full, use & 1, half * half_panels + i * quarter_panels};
   }
   // The quarters of a part: two.
   template <WidePart part>

@@ -56,12 +56,12 @@ struct WideValues {
     const u32 use = place.use(block), slot = Shared::slot(use);
     // This CTA's scores say that its columns have arrived, which the other CTA's probabilities do not. A later block's
     // scores were waited for before the values of the block before it.
-    if (block == 0) wait_for_scores(use);
+    if (!Shared::scores_two && block == 0) wait_for_scores(use);
     Fragments probabilities;
     take_over(values, probabilities, Shared::message(place, block));
     clear_hidden(place, block, slot);
-    if (block + 1 < place.blocks) wait_for_scores(use + 1);  // its products of scores come first
-    if constexpr (Shared::products_need_fence) ptx::fence_before_products();
+    // The next block's products of scores come first.
+    if (!Shared::scores_two && block + 1 < place.blocks) wait_for_scores(use + 1);
     ptx::wgmma_fence();
     issue_quarter<0>(values, probabilities, slot);
     issue_quarter<1>(values, probabilities, slot);
