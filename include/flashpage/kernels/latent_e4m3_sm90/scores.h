@@ -34,6 +34,12 @@ struct E4m3Scores {
     }
   };
 
+  // Where the factors of a block's products are in shared memory. They are found together and while others are waited
+  // for, because each takes an exchange between lanes.
+  struct Factors {
+    ptx::Matrix terms, keys, rows, tail;
+  };
+
   Shared& shared;
   const AttentionParams& params;
   // Opaque, because the compiler would otherwise read the thread's number again and again, and wait for it.
@@ -96,12 +102,13 @@ struct E4m3Scores {
   // for one. Scales are read before products are issued, because these take all of the shared memory's time.
   FP_DEVICE void multiply_keys(Scores& scores, u32 use) const {
     const auto& all = shared.of_tokens[shared.block_ring.slot(use)];
+    const Factors factors = factors_of(shared.block_ring.slot(use));
     Scores products;
     float of_tokens[tiles][2];
     shared.block_ring.wait_full(use);
     read_scales(of_tokens, all.scales[0]);
-    issue_tail(scores, use);
-    issue_group(products, use, 0);
+    issue_tail(scores, factors);
+    issue_group(products, factors, 0);
 #pragma unroll
     for (int group = 0; group < Shared::groups; ++group) {
       ptx::wgmma_wait<0>();
@@ -119,7 +126,7 @@ struct E4m3Scores {
         }
       if (group + 1 == Shared::groups) return;
       read_scales(of_tokens, all.scales[group + 1]);
-      issue_group(products, use, group + 1);
+      issue_group(products, factors, group + 1);
     }
   }
   FP_DEVICE void read_scales(float (&of_tokens)[tiles][2], const float (&scales)[tokens]) const {
@@ -132,28 +139,33 @@ struct E4m3Scores {
       for (int i = 0; i < 4; ++i) of_tokens[n + i / 2][i % 2] = __uint_as_float(four[i]);
     }
   }
+  FP_DEVICE Factors factors_of(u32 slot) const {
+    const auto matrix_of = [](u32 address) { return ptx::Matrix(ptx::opaque(address), 0); };
+    const u32 query = ptx::shared_address(shared.query);
+    const ptx::Matrix terms = matrix_of(query), keys = matrix_of(ptx::shared_address(shared.blocks[slot]));
+    if constexpr (Shared::tail_panels == 0) return {terms, keys, terms, keys};
+    const ptx::Matrix rows = matrix_of(query + 2 * Shared::panels * panel_bytes);
+    return {terms, keys, rows, matrix_of(ptx::shared_address(shared.tails[slot]))};
+  }
   // Multiplies both terms of Q by the same keys: four steps each.
-  FP_DEVICE void issue_group(Scores& products, u32 use, int group) const {
-    const ptx::Matrix terms(ptx::shared_address(shared.query) + group * 2 * panel_bytes, 0);
-    const ptx::Matrix keys(ptx::shared_address(shared.blocks[shared.block_ring.slot(use)]) + group * panel_bytes, 0);
+  FP_DEVICE static void issue_group(Scores& products, const Factors& factors, int group) {
     ptx::wgmma_settle(products[0]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 8; ++step)
-      Traits::KeyProduct::multiply(products[0], terms.at(step / 4 * panel_bytes + step % 4 * 32),
-                                   keys.at(step % 4 * 32), step > 0);
+      Traits::KeyProduct::multiply(products[0],
+                                   factors.terms.at((group * 2 + step / 4) * panel_bytes + step % 4 * 32),
+                                   factors.keys.at(group * panel_bytes + step % 4 * 32), step > 0);
     ptx::wgmma_commit();
   }
-  FP_DEVICE void issue_tail(Scores& scores, u32 use) const {
+  FP_DEVICE static void issue_tail(Scores& scores, const Factors& factors) {
     if constexpr (Shared::tail_panels > 0) {
-      const ptx::Matrix rows(ptx::shared_address(shared.query) + 2 * Shared::panels * panel_bytes, 0);
-      const ptx::Matrix tail(ptx::shared_address(shared.tails[shared.block_ring.slot(use)]), 0);
       ptx::wgmma_settle(scores[0]);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        Traits::TailProduct::multiply(scores[0], rows.at(step * 32),
-                                      tail.at((Shared::has_e4m3_tail ? step % 2 : step) * 32), step > 0);
+        Traits::TailProduct::multiply(scores[0], factors.rows.at(step * 32),
+                                      factors.tail.at((Shared::has_e4m3_tail ? step % 2 : step) * 32), step > 0);
       }
       ptx::wgmma_commit();
     }

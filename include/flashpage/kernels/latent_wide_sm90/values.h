@@ -54,6 +54,7 @@ struct WideValues {
 
   FP_DEVICE void add_block(const WidePlace& place, Values& values, int block) {
     const u32 use = place.use(block), slot = Shared::slot(use);
+    const ptx::Matrix of_v(ptx::shared_address(shared.kept_values[slot][quarter(0)]), Tile::panel_bytes);
     // This CTA's scores say that its columns have arrived, which the other CTA's probabilities do not. A later block's
     // scores were waited for before the values of the block before it.
     if (!Shared::scores_two && block == 0) wait_for_scores(use);
@@ -63,8 +64,8 @@ struct WideValues {
     // The next block's products of scores come first.
     if (!Shared::scores_two && block + 1 < place.blocks) wait_for_scores(use + 1);
     ptx::wgmma_fence();
-    issue_quarter<0>(values, probabilities, slot);
-    issue_quarter<1>(values, probabilities, slot);
+    issue_quarter<0>(values, probabilities, of_v);
+    issue_quarter<1>(values, probabilities, of_v);
     ptx::wgmma_wait<1>();
     Shared::release_kept(shared.kept_empty[slot][quarter(0)], lane());
     ptx::wgmma_wait<0>();
@@ -78,12 +79,12 @@ struct WideValues {
   }
   // Issues values += P V for a quarter of V's columns.
   template <int i>
-  FP_DEVICE void issue_quarter(Values& values, const Fragments& probabilities, u32 slot) const {
-    const ptx::Matrix tile(ptx::shared_address(shared.kept_values[slot][quarter(i)]), Tile::panel_bytes);
+  FP_DEVICE static void issue_quarter(Values& values, const Fragments& probabilities, const ptx::Matrix& tile) {
+    constexpr int first_byte = i * (Shared::is_pair ? 1 : 2) * Shared::quarter_bytes;
 #pragma unroll
     for (int step = 0; step < steps; ++step)
       Traits::ValueProduct::multiply(reinterpret_cast<float (&)[product_tiles][4]>(values[0][i * product_tiles]),
-                                     probabilities[step], tile.at(step * 16 * 128), true);
+                                     probabilities[step], tile.at(first_byte + step * 16 * 128), true);
     ptx::wgmma_commit();
   }
   // Takes a block's probabilities, and multiplies earlier values as its maxima moved. No product is in flight.
