@@ -77,7 +77,7 @@ struct WideScores {
     issue_products(scores, use);
 #pragma unroll 1
     for (int block = 0;; ++use) {
-      const bool plain = is_plain(place, block);
+      const bool plain = is_plain(place, block, use);
       ptx::wgmma_wait<1>();
       if (!is_late) let_values_begin(use);
       release_first_columns(use);
@@ -85,7 +85,7 @@ struct WideScores {
       ptx::wgmma_settle(scores[0]);
       const bool is_last = block + 1 == place.blocks;
       if (is_last) release_query(place);
-      take_probabilities(place, softmax, scores, block, plain);
+      take_probabilities(place, softmax, scores, block, use, plain);
       if (is_last) return;
       ++block;
       // A pair's products of values would take the tensor cores from the scores, for which the other CTA waits, too.
@@ -100,36 +100,36 @@ struct WideScores {
   // for two blocks.
   FP_DEVICE void score_two_at_a_time(const WidePlace& place, Softmax& softmax) {
     Scores first, second;
+    u32 use = place.use(0);
 #pragma unroll 1
-    for (int block = 0; block + 1 < place.blocks; block += 2) {
-      const u32 use = place.use(block);
+    for (int block = 0; block + 1 < place.blocks; block += 2, use += 2) {
       issue_products(first, use);
       issue_products(second, use + 1);
-      const bool first_plain = is_plain(place, block);
+      const bool first_plain = is_plain(place, block, use);
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(first[0]);
-      take_probabilities(place, softmax, first, block, first_plain);
-      const bool second_plain = is_plain(place, block + 1);
+      take_probabilities(place, softmax, first, block, use, first_plain);
+      const bool second_plain = is_plain(place, block + 1, use + 1);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(second[0]);
       if (block + 2 == place.blocks) release_query(place);
-      take_probabilities(place, softmax, second, block + 1, second_plain);
+      take_probabilities(place, softmax, second, block + 1, use + 1, second_plain);
     }
     if (place.blocks % 2 == 0) return;
     const int last = place.blocks - 1;
-    issue_products(first, place.use(last));
-    const bool last_plain = is_plain(place, last);
+    issue_products(first, use);
+    const bool last_plain = is_plain(place, last, use);
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(first[0]);
     release_query(place);
-    take_probabilities(place, softmax, first, last, last_plain);
+    take_probabilities(place, softmax, first, last, use, last_plain);
   }
   // Whether all rows see all tokens of a block, and the softmax scales its scores. Asked while their products run.
-  FP_DEVICE bool is_plain(const WidePlace& place, int block) const {
+  FP_DEVICE bool is_plain(const WidePlace& place, int block, u32 use) const {
     const Unit& unit = place.place.unit;
     const i32 first = place.first_token + block * tokens;
     bool found = !scales_first<Traits>(place.scale) && first >= unit.all_begin && first + tokens <= unit.all_end;
-    if constexpr (Shared::is_selected) found = found && all_present(groups_of(place.use(block)));
+    if constexpr (Shared::is_selected) found = found && all_present(groups_of(use));
     return found;
   }
   FP_DEVICE uint4 groups_of(u32 use) const {
@@ -138,16 +138,15 @@ struct WideScores {
   FP_DEVICE static bool all_present(const uint4& groups) {
     return (groups.x & groups.y & groups.z & groups.w) == 0x0f0f0f0f;
   }
-  FP_DEVICE void take_probabilities(const WidePlace& place, Softmax& softmax, Scores& scores, int block,
+  FP_DEVICE void take_probabilities(const WidePlace& place, Softmax& softmax, Scores& scores, int block, u32 use,
                                     bool is_plain) {
-    const u32 use = place.use(block);
     if (block == 0 && threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
     release_last_columns(use);
     if (!is_plain) {
       prepare_scores<Traits>(scores, place, rows_of(place), place.first_token + block * tokens);
       if constexpr (Shared::is_selected) hide_missing(scores, use);
     }
-    hand_over(softmax, scores, place.scale, Shared::message(place, block));
+    hand_over(softmax, scores, place.scale, use + place.units_before);
   }
   // Hides the places of a list that have no token.
   FP_DEVICE void hide_missing(Scores& scores, u32 use) const {
