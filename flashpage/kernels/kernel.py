@@ -79,7 +79,8 @@ class AttentionKernel(Kernel):
     most_cache_bytes: int = ANY_BYTES  # that K or V may span
     merges_in_launch: bool = False  # CUDA: partials are merged without another launch, unless they are many
     row_boxes: bool = False  # it loads q and stores out by tensor maps, if they have one
-    query_boxes: bool = False  # it loads q by a tensor map whose boxes may have a part of a group's heads, if q has one
+    # Whether it loads q by a tensor map whose boxes may have a part of a group's heads, if q has one.
+    query_boxes: Callable[[KernelSpec], bool] = lambda spec: False
     line_bytes: Callable[[KernelSpec], int] = lambda spec: LINE_BYTES  # of boxes of K and V
     gathers_rows: bool = False  # consecutive rows may be worth a copy of single ones (plan/gather_rows.py)
     runs_beside: bool = False  # with one CTA an SM, it can share the SMs with another launch of the same run

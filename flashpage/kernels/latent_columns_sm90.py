@@ -40,7 +40,6 @@ KERNEL = AttentionKernel(
     loader=loader,
     most_cache_bytes=_MOST_CACHE_BYTES,
     row_alignment=16,
-    query_boxes=True,
     sources=lambda spec: wgmma_source.render_parts(spec, _columns_of_product(spec)),
     traits=traits,
     attributes=lambda spec: "__cluster_dims__(2, 1, 1) ",

@@ -181,7 +181,7 @@ KERNEL = AttentionKernel(
     context_rows=_context_rows,
     context_tile=_context_tile,
     row_alignment=16,
-    query_boxes=True,
+    query_boxes=lambda spec: spec.latent_format != _CONVERTED,
     sources=_sources,
     traits=lambda spec: traits(spec, _PRODUCTS),
     ahead=(

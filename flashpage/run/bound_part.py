@@ -81,7 +81,7 @@ class BoundPart:
         kernel = prepared.choice.kernel
         if tile and kernel.row_boxes and spec.loader != "converted":
             self._bind_row_boxes(found, has_out=spec.loader not in ("transposed", "columns"))
-        if tile and kernel.query_boxes and spec.loader == "boxes":
+        if tile and kernel.query_boxes(spec):
             self._bind_row_boxes(found, has_out=False, may_divide=True)
         has_boxes = tokens or params.query_box_rows or params.out_box_rows
         self.boxes = found if has_boxes else None

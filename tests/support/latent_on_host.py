@@ -108,9 +108,9 @@ def run(kernel: AttentionKernel, case: Case, inputs: Inputs, cut: int) -> tuple[
         second.read_from(params, latent_rows.options_of(case), two.first.shape[1])
     scales = latent_rows.run_arguments(case, inputs.cache, "cpu")  # which must live as long as params
     latent_rows.set_scales(params, **scales)
-    forms = [map_of(half.unsqueeze(2), (128, box, 1, 1)) for half in (first, second) if box]
+    forms = [map_of(half.unsqueeze(2), (128, box, 1, 1)) if box else Map() for half in (first, second)]
     heads = min(case.num_q_heads, cta_rows := spec.tile.tile_q // spec.ctas)
-    if box and kernel.query_boxes and cta_rows % heads == case.num_q_heads % heads == 0:
+    if kernel.query_boxes(spec) and cta_rows % heads == case.num_q_heads % heads == 0:
         params.query_box_rows = cta_rows // heads
         forms.append(map_of(q.transpose(0, 1).unsqueeze(0), (128, heads, params.query_box_rows, 1)))
     maps = (Map * 4)(*forms)

@@ -153,8 +153,7 @@ struct E4m3Scores {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 8; ++step)
-      Traits::KeyProduct::multiply(products[0],
-                                   factors.terms.at((group * 2 + step / 4) * panel_bytes + step % 4 * 32),
+      Traits::KeyProduct::multiply(products[0], factors.terms.at((group * 2 + step / 4) * panel_bytes + step % 4 * 32),
                                    factors.keys.at(group * panel_bytes + step % 4 * 32), step > 0);
     ptx::wgmma_commit();
   }

@@ -94,11 +94,12 @@ struct WideScores {
       issue_products(scores, use + 1);
     }
   }
-  // Scores of two blocks, and then the probabilities of both. Single rows arrive later than boxes, so memory for a block
-  // ahead is never full in time, and a block's exponentials would have no products beside them. Here those of the second
-  // block run during the first one's products of values. The loads of the two next blocks wait for values, but only once
-  // for two blocks.
+  // Scores of two blocks, and then the probabilities of both. Single rows arrive later than boxes, so memory for a
+  // block ahead is never full in time, and a block's exponentials would have no products beside them. Here those of the
+  // second block run during the first one's products of values. The loads of the two next blocks wait for values, but
+  // only once for two blocks.
   FP_DEVICE void score_two_at_a_time(const WidePlace& place, Softmax& softmax) {
+    constexpr int groups = 4 + (Shared::tail_panels > 0);  // of the second block's products
     Scores first, second;
     u32 use = place.use(0);
 #pragma unroll 1
@@ -106,7 +107,7 @@ struct WideScores {
       issue_products(first, use);
       issue_products(second, use + 1);
       const bool first_plain = is_plain(place, block, use);
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<groups>();
       ptx::wgmma_settle(first[0]);
       take_probabilities(place, softmax, first, block, use, first_plain);
       const bool second_plain = is_plain(place, block + 1, use + 1);
@@ -210,8 +211,9 @@ struct WideScores {
     }
   }
 
-  // Issues scores = Q K^T in two groups: values' products may begin when the first one is complete. Columns come in the
-  // order in which their memory is free.
+  // Issues scores = Q K^T, of columns in the order in which their memory is free. They are two groups, as values'
+  // products may begin when the first one is complete; or, for two blocks at a time, one for each wait at a barrier:
+  // ptxas counts the products before such a wait as a group.
   FP_DEVICE void issue_products(Scores& scores, u32 use) const {
     const Factors of = factors_of(use);
     if constexpr (is_pair) {
@@ -229,7 +231,7 @@ struct WideScores {
       if (!Shared::scores_two) ptx::wgmma_commit();
       issue_kept<3>(scores, of, use, true);
     }
-    ptx::wgmma_commit();
+    if (!Shared::scores_two) ptx::wgmma_commit();
   }
   // Found together, because each takes an exchange between lanes.
   FP_DEVICE Factors factors_of(u32 use) const {
@@ -282,6 +284,7 @@ struct WideScores {
         Traits::KeyProduct::multiply(scores[0], query.at(query_byte + offset), factor, accumulate || step > 0);
       }
     }
+    if (Shared::scores_two) ptx::wgmma_commit();
   }
 
   // Maxima always move: values are multiplied while the next block's products of scores run.

@@ -17,8 +17,8 @@ enum class WidePart { first, second, tail };
 struct WideQuarter {
   u8* memory;
   u64 *full, *empty;
-  u64* copied;      // where copies of single rows arrive, before they are fenced; `full` if boxes or conversions fill it
-  u32 phase;        // of the barriers
+  u64* copied;  // where copies of single rows arrive, before they are fenced; `full` if boxes or conversions fill it
+  u32 phase;    // of the barriers
   int first_panel;  // of the value columns; 0 for the tail, which has a view of its own
 };
 
