@@ -79,10 +79,10 @@ def _variant_line(spec: KernelSpec, file: str, line: int) -> str:
 def read_ptxas(log: str) -> dict[str, int]:
     """registers, spill_bytes (stores and loads) and serial_products of a CUDA compile; empty where ptxas is silent.
 
-    serial_products: how often ptxas says that it puts warpgroup products (wgmma) one after the other (C7510 to C7515).
+    serial_products: how often ptxas says that it puts warpgroup products (wgmma) one after the other (C7510 to C7520).
     """
     if not (registers := re.search(r"Used (\d+) registers", log)):
         return {}
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
-    serial = len(re.findall(r"\(C751[0-5]\)", log))
+    serial = len(re.findall(r"wgmma\S* instructions are serialized", log))
     return {"registers": int(registers[1]), "spill_bytes": sum(map(int, spills)), "serial_products": serial}

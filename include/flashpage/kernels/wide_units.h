@@ -56,14 +56,15 @@ FP_DEVICE BoxOrigin box_of_lane(const AttentionParams& params, const WidePlace& 
   return {exists ? __ldg(params.kv_indices + place.place.item.kv_offset + page) : 0, static_cast<i32>(row)};
 }
 
-// Calls body(place, number) for each unit, in a computing warp.
+// Calls body(place) for each unit, in a computing warp, which has no register to count them.
 FP_DEVICE void for_each_unit(auto& shared, auto&& body) {
-  for (u32 use = 0;; ++use) {
+  for (u32 use = 0;;) {
     shared.place_ring.wait_full(use);
     const WidePlace& place = shared.places[shared.place_ring.slot(use)];
     if (place.place.done) return;
-    body(place, use);
-    shared.place_ring.release(use);
+    body(place);
+    use = place.units_before;
+    shared.place_ring.release(use++);
   }
 }
 

@@ -50,14 +50,14 @@ struct E4m3Scores {
 
   FP_DEVICE void run() {
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::start);
-    for_each_unit(shared, [&](const WidePlace& place, u32 unit_use) {
-      shared.query_ring.wait_full(unit_use);
+    for_each_unit(shared, [&](const WidePlace& place) {
+      shared.query_ring.wait_full(place.units_before);
       const u32 query = ptx::shared_address(shared.query);
       const float of_row = E4m3Query<Traits>::convert(query, warp * 16, lane, place.scale);
       if (lane < 16) shared.row_scales[warp * 16 + lane] = of_row;
       __syncwarp();
       ptx::fence_before_products();
-      meet_at(shared.converted, unit_use);
+      meet_at(shared.converted, place.units_before);
       Softmax softmax;
       softmax.clear();
       if (params.sinks) {
@@ -65,7 +65,7 @@ struct E4m3Scores {
         lower(softmax);
       }
       if (place.blocks > 0) score_blocks(place, softmax);
-      shared.query_ring.release(unit_use);
+      shared.query_ring.release(place.units_before);
       finish(place, softmax);
     });
     if (threadIdx.x == first_thread) {

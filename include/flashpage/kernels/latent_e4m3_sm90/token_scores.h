@@ -36,21 +36,21 @@ struct E4m3TokenScores {
 
   FP_DEVICE void run() {
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::start);
-    for_each_unit(shared, [&](const WidePlace& place, u32 unit_use) {
-      shared.query_ring.wait_full(unit_use);
+    for_each_unit(shared, [&](const WidePlace& place) {
+      shared.query_ring.wait_full(place.units_before);
       if (warp * 16 < rows) {
         const u32 query = ptx::shared_address(shared.query);
         const float of_row = E4m3Query<Traits>::convert(query, warp * 16, lane, place.scale);
         if (lane < 16) shared.row_scales[warp * 16 + lane] = of_row;
         ptx::fence_before_products();
       }
-      meet_at(shared.converted, unit_use);
+      meet_at(shared.converted, place.units_before);
       State state;
       state.clear();
       if (params.sinks && place.place.item.piece == 0)
         state.begin_with_sinks(params, place.place.unit, warp, lane, Shared::least_exponent);
       score_blocks(place, state);
-      shared.query_ring.release(unit_use);
+      shared.query_ring.release(place.units_before);
       finish(place, state);
     });
     if (threadIdx.x == first_thread) {

@@ -39,7 +39,7 @@ struct E4m3Values {
   FP_DEVICE E4m3Values(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
   FP_DEVICE void run() const {
-    for_each_unit(shared, [&](const WidePlace& place, u32) {
+    for_each_unit(shared, [&](const WidePlace& place) {
       Values values = {};
       for (int block = 0; block < place.blocks; ++block) add_block(place, values, block);
       if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::last_tile);

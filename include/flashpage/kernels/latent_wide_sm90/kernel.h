@@ -9,8 +9,7 @@
 // probabilities to each other, and each sums half of the value columns for the rows of both. So it needs half of a
 // block's columns for scores alone, and has memory for three blocks of the other half, whose loads have the time of a
 // whole block. Two pairs may share a unit of 256 rows: they read its tokens at the same time, and mostly from the L2.
-// Single rows (rows.h) are loaded by CTAs without a partner, in units of 64 rows. They arrive too late for products that
-// alternate, so the scores of two blocks are followed by the values of both (scores.h).
+// Single rows (rows.h) are loaded by CTAs without a partner, in units of 64 rows.
 #pragma once
 #include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/kernels/latent_wide_sm90/load.h"

@@ -37,35 +37,34 @@ struct WideBoxes {
     if (first % 32 == 0) found = box_of_lane(params, *place, first, box_shift);
     const i32 left = place->place.unit.kv_end - place->first_token - block * tokens;
     const int present = min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift);
+    const int mine = first + static_cast<int>(threadIdx.x % 32);
+    const BoxOrigin box{__shfl_sync(0xffffffff, found.page, mine), __shfl_sync(0xffffffff, found.row, mine)};
     if constexpr (part == WidePart::tail) {
-      load_panels<Shared::tail_panels>(shared.tail_of(use), first, present);
+      load_panels<Shared::tail_panels>(shared.tail_of(use), box, present);
     } else {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        load_panels<Shared::quarter_panels>(shared.template quarter_of<part>(i, use), first, present);
+        load_panels<Shared::quarter_panels>(shared.template quarter_of<part>(i, use), box, present);
     }
   }
 
  private:
-  // Loads `present` boxes from `first_box` on.
+  // Loads `present` boxes, each by a lane, which knows its origin before memory is free.
   template <int panels>
-  FP_DEVICE void load_panels(const WideQuarter& at, int first_box, int present) const {
-    const u32 to = ptx::shared_address(at.memory), barrier = ptx::shared_address(at.full);
+  FP_DEVICE void load_panels(const WideQuarter& at, const BoxOrigin& box, int present) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const u32 to = ptx::shared_address(at.memory) + (lane * 128 << box_shift), barrier = ptx::shared_address(at.full);
     ptx::mbarrier_wait(ptx::shared_address(at.empty), at.phase ^ 1);
     if (ptx::elect_one()) ptx::mbarrier_arrive_expect(barrier, present * panels * 128 << box_shift);
-    for (int box = 0; box < present; ++box) {
-      const i32 page = __shfl_sync(0xffffffff, found.page, first_box + box);
-      const i32 row = __shfl_sync(0xffffffff, found.row, first_box + box);
-      if (ptx::elect_one()) {
+    __syncwarp();
+    if (lane < present) {
 #pragma unroll
-        for (int panel = 0; panel < panels; ++panel) {
-          const u32 here = to + panel * Tile::panel_bytes + (box * 128 << box_shift);
-          const int column = (at.first_panel + panel) * Tile::panel_columns;
-          ptx::tensor_copy(here, map, barrier, column, row, 0, page);
-        }
+      for (int panel = 0; panel < panels; ++panel) {
+        const int column = (at.first_panel + panel) * Tile::panel_columns;
+        ptx::tensor_copy(to + panel * Tile::panel_bytes, map, barrier, column, box.row, 0, box.page);
       }
-      __syncwarp();
     }
+    __syncwarp();
   }
 };
 

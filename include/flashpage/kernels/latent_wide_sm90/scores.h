@@ -43,19 +43,15 @@ struct WideScores {
 
   FP_DEVICE void run() {
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::start);
-    for_each_unit(shared, [&](const WidePlace& place, u32 unit_use) {
-      shared.query_ring.wait_full(unit_use);
+    for_each_unit(shared, [&](const WidePlace& place) {
+      shared.query_ring.wait_full(place.units_before);
       ptx::fence_before_products();  // Q was copied by cp.async
       if constexpr (is_pair) hold_query();
       Softmax softmax;
       softmax.clear();
       if (params.sinks) begin_with_sinks(softmax, rows_of(place));
       if (place.blocks > 0) {
-        if constexpr (Shared::scores_two) {
-          score_two_at_a_time(place, softmax);
-        } else {
-          score_blocks(place, softmax);
-        }
+        score_blocks(place, softmax);
       } else {
         release_query(place);
       }
@@ -68,91 +64,60 @@ struct WideScores {
   }
 
  private:
+  // What the loop over blocks needs of a unit, in registers: after an asm statement the compiler would read shared
+  // memory again, and a block is a chain of waits.
+  struct Turn {
+    u32 use, end;       // blocks before this one, and before the next unit
+    u32 plain, plains;  // the first block of which all rows see all tokens, and how many are like it
+    float scale;
+  };
+  FP_DEVICE Turn first_turn(const WidePlace& place) const {
+    const Unit& unit = place.place.unit;
+    const u32 use = place.use(0);
+    const int begin = ceil_div(max_of(unit.all_begin - place.first_token, 0), tokens);
+    const int end = max_of(unit.all_end - place.first_token, 0) / tokens;
+    const int plains = scales_first<Traits>(place.scale) ? 0 : max_of(end - begin, 0);
+    const float scale = softmax_scale_of<Traits>(place.scale, {});
+    return {use, use + place.blocks, use + begin, static_cast<u32>(plains), scale};
+  }
   // The loop has its exit in the middle, because otherwise the compiler waits for the scores that are in flight at its
   // end.
   FP_DEVICE void score_blocks(const WidePlace& place, Softmax& softmax) {
     Scores scores;
-    u32 use = place.use(0);
-    bool is_late = false;
-    issue_products(scores, use);
+    Turn turn = first_turn(place);
+    issue_products(scores, turn.use);
 #pragma unroll 1
-    for (int block = 0;; ++use) {
-      const bool plain = is_plain(place, block, use);
+    for (;; ++turn.use) {
       ptx::wgmma_wait<1>();
-      if (!is_late) let_values_begin(use);
-      release_first_columns(use);
+      let_values_begin(turn.use);
+      release_first_columns(turn.use);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(scores[0]);
-      const bool is_last = block + 1 == place.blocks;
+      if (threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
+      const bool is_last = turn.use + 1 == turn.end;
       if (is_last) release_query(place);
-      take_probabilities(place, softmax, scores, block, use, plain);
+      release_last_columns(turn.use);
+      bool has_gaps = false;
+      if (turn.use - turn.plain >= turn.plains) has_gaps = hide(scores, place, turn.use);
+      if constexpr (Shared::is_selected) hide_missing(scores, turn.use);
+      hand_over(softmax, scores, turn.scale, turn.use + place.units_before, has_gaps);
       if (is_last) return;
-      ++block;
-      // A pair's products of values would take the tensor cores from the scores, for which the other CTA waits, too.
-      is_late = !is_pair && !has_arrived(use + 1);
-      if (is_late) let_values_begin(use + 1);
-      issue_products(scores, use + 1);
+      issue_products(scores, turn.use + 1);
     }
   }
-  // Scores of two blocks, and then the probabilities of both. Single rows arrive later than boxes, so memory for a
-  // block ahead is never full in time, and a block's exponentials would have no products beside them. Here those of the
-  // second block run during the first one's products of values. The loads of the two next blocks wait for values, but
-  // only once for two blocks.
-  FP_DEVICE void score_two_at_a_time(const WidePlace& place, Softmax& softmax) {
-    constexpr int groups = 4 + (Shared::tail_panels > 0);  // of the second block's products
-    Scores first, second;
-    u32 use = place.use(0);
-#pragma unroll 1
-    for (int block = 0; block + 1 < place.blocks; block += 2, use += 2) {
-      issue_products(first, use);
-      issue_products(second, use + 1);
-      const bool first_plain = is_plain(place, block, use);
-      ptx::wgmma_wait<groups>();
-      ptx::wgmma_settle(first[0]);
-      take_probabilities(place, softmax, first, block, use, first_plain);
-      const bool second_plain = is_plain(place, block + 1, use + 1);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_settle(second[0]);
-      if (block + 2 == place.blocks) release_query(place);
-      take_probabilities(place, softmax, second, block + 1, use + 1, second_plain);
-    }
-    if (place.blocks % 2 == 0) return;
-    const int last = place.blocks - 1;
-    issue_products(first, use);
-    const bool last_plain = is_plain(place, last, use);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_settle(first[0]);
-    release_query(place);
-    take_probabilities(place, softmax, first, last, use, last_plain);
-  }
-  // Whether all rows see all tokens of a block, and the softmax scales its scores. Asked while their products run.
-  FP_DEVICE bool is_plain(const WidePlace& place, int block, u32 use) const {
+  // Scales scores that the softmax cannot scale, and hides those of tokens that a row does not see. Returns whether the
+  // block has tokens that are not the unit's.
+  FP_DEVICE bool hide(Scores& scores, const WidePlace& place, u32 use) const {
+    const i32 first = place.first_token + static_cast<int>(use - place.use(0)) * tokens;
+    prepare_scores<Traits>(scores, place, rows_of(place), first);
     const Unit& unit = place.place.unit;
-    const i32 first = place.first_token + block * tokens;
-    bool found = !scales_first<Traits>(place.scale) && first >= unit.all_begin && first + tokens <= unit.all_end;
-    if constexpr (Shared::is_selected) found = found && all_present(groups_of(use));
-    return found;
-  }
-  FP_DEVICE uint4 groups_of(u32 use) const {
-    return *reinterpret_cast<const uint4*>(shared.present[Shared::slot(use)]);
-  }
-  FP_DEVICE static bool all_present(const uint4& groups) {
-    return (groups.x & groups.y & groups.z & groups.w) == 0x0f0f0f0f;
-  }
-  FP_DEVICE void take_probabilities(const WidePlace& place, Softmax& softmax, Scores& scores, int block, u32 use,
-                                    bool is_plain) {
-    if (block == 0 && threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
-    release_last_columns(use);
-    if (!is_plain) {
-      prepare_scores<Traits>(scores, place, rows_of(place), place.first_token + block * tokens);
-      if constexpr (Shared::is_selected) hide_missing(scores, use);
-    }
-    hand_over(softmax, scores, place.scale, use + place.units_before);
+    return first < unit.kv_begin || first + tokens > unit.kv_end;
   }
   // Hides the places of a list that have no token.
   FP_DEVICE void hide_missing(Scores& scores, u32 use) const {
-    const uint4 groups = groups_of(use);
-    if (all_present(groups)) return;
+    const uint4 groups = *reinterpret_cast<const uint4*>(shared.present[Shared::slot(use)]);
+    constexpr u32 all = 0x0f0f0f0f;
+    if ((groups.x & groups.y & groups.z & groups.w) == all) return;
     const u32 words[4] = {groups.x, groups.y, groups.z, groups.w};
 #pragma unroll
     for (int n = 0; n < tokens / 8; ++n)
@@ -161,22 +126,10 @@ struct WideScores {
         if ((words[n / 2] >> (n % 2 * 16 + lane % 4 / 2 * 8 + lane % 2 * 2 + e) & 1) == 0)
           scores[0][n][e] = scores[0][n][e + 2] = ptx::negative_infinity();
   }
-  // Lets the products of values begin that come after this block's scores: when these are almost complete, or at once
-  // if the block is still being loaded, because otherwise no memory would be free for the block after it.
+  // Lets a pair's products of the earlier block's values begin, when those of this block's scores are almost complete.
+  // They would take the tensor cores and shared memory from scores, for which the other CTA waits, too.
   FP_DEVICE void let_values_begin(u32 use) const {
-    ptx::mbarrier_arrive(ptx::shared_address(&shared.scored[Shared::slot(use)][warp]));
-  }
-  // Whether the block's value columns have arrived.
-  FP_DEVICE bool has_arrived(u32 use) const {
-    bool is_missing = false;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const WideQuarter first = shared.template quarter_of<WidePart::first>(i, use);
-      const WideQuarter second = shared.template quarter_of<WidePart::second>(i, use);
-      is_missing = is_missing || !ptx::mbarrier_test(ptx::shared_address(first.full), first.phase) ||
-                   !ptx::mbarrier_test(ptx::shared_address(second.full), second.phase);
-    }
-    return !__any_sync(0xffffffff, is_missing);
+    if constexpr (is_pair) ptx::mbarrier_arrive(ptx::shared_address(&shared.scored[Shared::slot(use)][warp]));
   }
   // Columns that are needed for scores alone are released when their products are complete: in a pair the tail and the
   // first passing quarter before the second one. A CTA without a partner has the tail alone.
@@ -211,9 +164,8 @@ struct WideScores {
     }
   }
 
-  // Issues scores = Q K^T, of columns in the order in which their memory is free. They are two groups, as values'
-  // products may begin when the first one is complete; or, for two blocks at a time, one for each wait at a barrier:
-  // ptxas counts the products before such a wait as a group.
+  // Issues scores = Q K^T in two groups: when the first one is complete, its columns are released, and a pair's
+  // products of values may begin. Columns come in the order in which their memory is free.
   FP_DEVICE void issue_products(Scores& scores, u32 use) const {
     const Factors of = factors_of(use);
     if constexpr (is_pair) {
@@ -228,10 +180,10 @@ struct WideScores {
       issue_kept<0>(scores, of, use, Shared::tail_panels > 0);
       issue_kept<1>(scores, of, use, true);
       issue_kept<2>(scores, of, use, true);
-      if (!Shared::scores_two) ptx::wgmma_commit();
+      ptx::wgmma_commit();
       issue_kept<3>(scores, of, use, true);
     }
-    if (!Shared::scores_two) ptx::wgmma_commit();
+    ptx::wgmma_commit();
   }
   // Found together, because each takes an exchange between lanes.
   FP_DEVICE Factors factors_of(u32 use) const {
@@ -284,37 +236,34 @@ struct WideScores {
         Traits::KeyProduct::multiply(scores[0], query.at(query_byte + offset), factor, accumulate || step > 0);
       }
     }
-    if (Shared::scores_two) ptx::wgmma_commit();
   }
 
   // Maxima always move: values are multiplied while the next block's products of scores run.
-  FP_DEVICE void hand_over(Softmax& softmax, Scores& scores, float scale_of_unit, u32 message) const {
-    const float scale = softmax_scale_of<Traits>(scale_of_unit, {});
+  FP_DEVICE void hand_over(Softmax& softmax, Scores& scores, float scale, u32 message, bool has_gaps) const {
     float factor[1][2];
     if (!softmax.raise(scores, scale, factor, 0.f)) factor[0][0] = factor[0][1] = 1.f;
-    softmax.exponentiate(scores, scale);
-    u32 probabilities[steps][4];
-    pack_probabilities<typename Traits::Cache>(scores, probabilities);
-    wait_until_taken(message);
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      const u32(&words)[4] = probabilities[step];
-      shared.probabilities[0][step][thread] = make_uint4(words[0], words[1], words[2], words[3]);
-      if constexpr (is_pair) {
-        const float4 same = make_float4(__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
-                                        __uint_as_float(words[3]));
-        ptx::store_async(at_peer(&shared.probabilities[1][step][thread]), same, at_peer(&shared.received[warp]));
-      }
+      float (&of_step)[1][2][4] = *reinterpret_cast<float (*)[1][2][4]>(scores[0][2 * step]);
+      softmax.exponentiate(of_step, scale);
+      u32 probabilities[1][4];
+      pack_probabilities<typename Traits::Cache>(of_step, probabilities);
+      if (step == 0) wait_until_taken(message);
+      send(step, probabilities[0]);
     }
-    pass(make_float2(factor[0][0], factor[0][1]));
+    pass(make_float2(Shared::marked(factor[0][0], has_gaps), Shared::marked(factor[0][1], has_gaps)));
+  }
+  // Passes the probabilities of 16 tokens on.
+  FP_DEVICE void send(int step, const u32 (&words)[4]) const {
+    shared.probabilities[0][step][thread] = make_uint4(words[0], words[1], words[2], words[3]);
+    if constexpr (is_pair) {
+      const float4 same = make_float4(__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
+                                      __uint_as_float(words[3]));
+      ptx::store_async(at_peer(&shared.probabilities[1][step][thread]), same, at_peer(&shared.received[warp]));
+    }
   }
   FP_DEVICE void wait_until_taken(u32 message) const {
-    const u32 taken = ptx::shared_address(&shared.taken[warp]), parity = (message & 1) ^ 1;
-    if constexpr (is_pair) {
-      ptx::mbarrier_wait_for_peers(taken, parity);
-    } else {
-      ptx::mbarrier_wait(taken, parity);
-    }
+    ptx::mbarrier_wait(ptx::shared_address(&shared.taken[warp]), (message & 1) ^ 1);
   }
   // Passes the factors, or sums, of a lane's two rows to both CTAs. This ends a message.
   FP_DEVICE void pass(const float2& of_rows) const {

@@ -55,8 +55,6 @@ struct WideShared {
   // Quarters whose values this CTA multiplies, and those that it needs for scores alone.
   static constexpr int kept = is_pair ? 2 : 4, passing = 4 - kept;
   static constexpr int kept_blocks = is_pair ? 3 : 2, tail_slots = is_pair ? 1 : 2;
-  // Scores of two blocks at a time (scores.h).
-  static constexpr bool scores_two = copies_rows;
   static constexpr int readers = is_pair ? 2 : 1;     // warpgroups of values that read a kept quarter
   static constexpr int messengers = is_pair ? 2 : 1;  // CTAs whose probabilities arrive here
   // Registers of a thread. Pairs hold a part of Q, and warps that load single rows have their addresses.
@@ -87,7 +85,7 @@ struct WideShared {
   u64 kept_copied[copies_rows ? kept_blocks : 1][kept], tail_copied[copies_rows ? tail_slots : 1];
   // Of warps with the same rows: messages of this CTA, and of the other one; and both readers of this CTA's.
   u64 handed_over[WideRoles::group], received[WideRoles::group], taken[WideRoles::group];
-  u64 scored[kept_blocks][WideRoles::group];  // a block's products of scores, but for the last few
+  u64 scored[kept_blocks][WideRoles::group];  // in a pair: a block's products of scores, but for the last few
   u64 cleared[2];                             // a warpgroup of values
   SlotRing<places_ahead> place_ring;
   SlotRing<1> query_ring;
@@ -130,6 +128,13 @@ struct WideShared {
   FP_DEVICE static u32 tail_phase(u32 use) { return use / tail_slots & 1; }
   // The messages of all units before this block's: one a block, and one a unit.
   FP_DEVICE static u32 message(const WidePlace& place, int block) { return place.use(block) + place.units_before; }
+
+  // The factor of earlier values in a message. Its sign says that the block has tokens that are not the unit's; it is
+  // set in the bits, because a NaN has one, too.
+  FP_DEVICE static float marked(float factor, bool has_gaps) {
+    return __uint_as_float(__float_as_uint(factor) | (has_gaps ? 1u << 31 : 0));
+  }
+  FP_DEVICE static bool has_gaps(float factor) { return (__float_as_uint(factor) >> 31) != 0; }
 
   // Called by each warp that has read columns.
   FP_DEVICE static void release(const u64& empty, int lane) {

@@ -4,6 +4,7 @@
 #include "flashpage/kernels/latent_wide_sm90/output.h"
 #include "flashpage/kernels/wide_scores.h"
 #include "flashpage/ptx/cluster.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/trace.h"
@@ -29,11 +30,16 @@ struct WideValues {
   FP_DEVICE WideValues(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 
   FP_DEVICE void run() {
-    for_each_unit(shared, [&](const WidePlace& place, u32) {
+    for_each_unit(shared, [&](const WidePlace& place) {
       Values values = {};
-      for (int block = 0; block < place.blocks; ++block) add_block(place, values, block);
+      // In registers, because after an asm statement the compiler would read shared memory again.
+      u32 use = place.use(0);
+      const u32 end = use + place.blocks;
+      // This CTA's scores say that its columns have arrived, which the other CTA's probabilities do not.
+      if (Shared::is_pair && use != end) wait_for_scores(use);
+      for (; use != end; ++use) add_block(place, values, use, end);
       if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::last_tile);
-      const float2 sums = take_sums(Shared::message(place, place.blocks));
+      const float2 sums = take_sums(end + place.units_before);
       const int rank = static_cast<int>(ptx::rank_among<Traits::ctas>()), half = Shared::is_pair ? rank % 2 : group();
       const int first_row = (rank ^ whose()) * Shared::rows + warp() * 16 + lane() / 4;
       Output{params, place.place, half, first_row, lane()}.write(values, sums);
@@ -43,26 +49,27 @@ struct WideValues {
 
  private:
   // Computed wherever they are used, because few registers are left to hold them.
-  FP_DEVICE static int thread() { return threadIdx.x % 128; }  // of the warpgroup
-  FP_DEVICE static int warp() { return threadIdx.x / 32 % 4; }
-  FP_DEVICE static int lane() { return threadIdx.x % 32; }
+  FP_DEVICE static int thread() { return ptx::opaque(threadIdx.x) % 128; }  // of the warpgroup
+  FP_DEVICE static int warp() { return ptx::opaque(threadIdx.x) / 32 % 4; }
+  FP_DEVICE static int lane() { return ptx::opaque(threadIdx.x) % 32; }
   FP_DEVICE static int group() { return static_cast<int>(threadIdx.x) / 128 - WideRoles::first_of_values / 4; }
   // Whose rows: this CTA's (0), or the other one's (1).
   FP_DEVICE static int whose() { return Shared::is_pair ? group() : 0; }
   // The first or second of the warpgroup's quarters among those that are kept.
   FP_DEVICE static int quarter(int i) { return Shared::is_pair ? i : 2 * i + group(); }
 
-  FP_DEVICE void add_block(const WidePlace& place, Values& values, int block) {
-    const u32 use = place.use(block), slot = Shared::slot(use);
+  // `end`: of the unit's blocks.
+  FP_DEVICE void add_block(const WidePlace& place, Values& values, u32 use, u32 end) {
+    const u32 slot = Shared::slot(use);
     const ptx::Matrix of_v(ptx::shared_address(shared.kept_values[slot][quarter(0)]), Tile::panel_bytes);
-    // This CTA's scores say that its columns have arrived, which the other CTA's probabilities do not. A later block's
-    // scores were waited for before the values of the block before it.
-    if (!Shared::scores_two && block == 0) wait_for_scores(use);
+    wait_for(use + place.units_before, Shared::probability_bytes + Shared::factor_bytes);
+    const float2 factors = read_factors();
+    if (__any_sync(0xffffffff, factors.x != 1.f || factors.y != 1.f)) change(place, values, factors, use);
     Fragments probabilities;
-    take_over(values, probabilities, Shared::message(place, block));
-    clear_hidden(place, block, slot);
+    read(probabilities);
+    mark_as_taken();
     // The next block's products of scores come first.
-    if (!Shared::scores_two && block + 1 < place.blocks) wait_for_scores(use + 1);
+    if (Shared::is_pair && use + 1 != end) wait_for_scores(use + 1);
     ptx::wgmma_fence();
     issue_quarter<0>(values, probabilities, of_v);
     issue_quarter<1>(values, probabilities, of_v);
@@ -87,9 +94,7 @@ struct WideValues {
                                      probabilities[step], tile.at(first_byte + step * 16 * 128), true);
     ptx::wgmma_commit();
   }
-  // Takes a block's probabilities, and multiplies earlier values as its maxima moved. No product is in flight.
-  FP_DEVICE void take_over(Values& values, Fragments& probabilities, u32 message) const {
-    wait_for(message, Shared::probability_bytes + Shared::factor_bytes);
+  FP_DEVICE void read(Fragments& probabilities) const {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
       const uint4 words = shared.probabilities[whose()][step][thread()];
@@ -98,23 +103,27 @@ struct WideValues {
       probabilities[step][2] = words.z;
       probabilities[step][3] = words.w;
     }
-    const float2 factors = shared.factors[whose()][warp() * 8 + lane() / 4];
-    mark_as_taken();
-    const float factor[1][2] = {{factors.x, factors.y}};
+  }
+  FP_DEVICE float2 read_factors() const { return shared.factors[whose()][warp() * 8 + lane() / 4]; }
+  // Multiplies earlier values as a block's maxima moved, and clears the block's gaps. No product is in flight.
+  FP_DEVICE void change(const WidePlace& place, Values& values, const float2& factors, u32 use) {
+    const float factor[1][2] = {{fabsf(factors.x), fabsf(factors.y)}};
     WideSoftmax::rescale(values, factor);
+    if (Shared::has_boxes && Shared::has_gaps(factors.x)) clear_hidden(place, use);
   }
   FP_DEVICE float2 take_sums(u32 message) const {
     wait_for(message, Shared::factor_bytes);
-    const float2 sums = shared.factors[whose()][warp() * 8 + lane() / 4];
+    const float2 sums = read_factors();
     mark_as_taken();
     return sums;
   }
-  // `bytes`: of a message from the other CTA.
+  // `bytes`: of a message from the other CTA. Its stores complete this CTA's barrier, so that a wait of one CTA's scope
+  // is enough; a cluster's would also empty the L1.
   FP_DEVICE void wait_for(u32 message, int bytes) const {
     if (whose() == 0) return ptx::mbarrier_wait(ptx::shared_address(&shared.handed_over[warp()]), message & 1);
     const u32 barrier = ptx::shared_address(&shared.received[warp()]);
     if (lane() == 0) ptx::mbarrier_arrive_expect(barrier, bytes);
-    ptx::mbarrier_wait_for_peers(barrier, message & 1);
+    ptx::mbarrier_wait(barrier, message & 1);
   }
   FP_DEVICE void mark_as_taken() const {
     const u32 barrier = ptx::shared_address(&shared.taken[warp()]);
@@ -123,17 +132,16 @@ struct WideValues {
     if (lane() == 0) ptx::mbarrier_arrive_at(barrier, ptx::cluster_rank() ^ 1);
   }
 
-  // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN. Scores of
-  // these tokens are hidden, so products of keys that still run may read either.
-  FP_DEVICE void clear_hidden(const WidePlace& place, int block, u32 slot) {
-    if constexpr (!Shared::has_boxes) return;  // those tokens were loaded as zeros
+  // Clears the values of a block's tokens that are not the unit's: their memory may hold NaN, and 0 * NaN is NaN.
+  // Scores of these tokens are hidden, so products of keys that still run may read either.
+  FP_DEVICE void clear_hidden(const WidePlace& place, u32 use) {
     const Unit& unit = place.place.unit;
-    const i32 first = place.first_token + block * tokens;
+    const i32 first = place.first_token + static_cast<int>(use - place.use(0)) * tokens;
     if (first >= unit.kv_begin && first + tokens <= unit.kv_end) return;
     constexpr int chunks = Shared::quarter_panels * 8;
     for (int i = 0; i < 2; ++i) {
       // In a pair both warpgroups clear both quarters: neither waits for the other one.
-      u8* tile = shared.kept_values[slot][quarter(i)];
+      u8* tile = shared.kept_values[Shared::slot(use)][quarter(i)];
       for (int at = thread(); at < tokens * chunks; at += 128) {
         const int row = at / chunks, chunk = at % chunks;
         if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
