@@ -80,6 +80,7 @@ def read_ptxas(log: str) -> dict[str, int]:
     """registers, spill_bytes (stores and loads) and serial_products of a CUDA compile; empty where ptxas is silent.
 
     serial_products: how often ptxas says that it puts warpgroup products (wgmma) one after the other (C7510 to C7520).
+    It has a code for each cause, and no list of them, so its words are read.
     """
     if not (registers := re.search(r"Used (\d+) registers", log)):
         return {}

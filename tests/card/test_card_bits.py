@@ -151,6 +151,21 @@ def test_the_same_bits_in_any_batch(kind: Kind, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fixed split", "never split"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_same_bits_next_to_large_queries(kind: Kind, mode: str) -> None:
+    """Maxima of the other requests move often, and a tile of queries may hold rows of two requests."""
+    serving = Serving(kind)
+    together = serving.planned(EVERYONE, **MODES[mode])()
+    own = serving.q[[7, 39]]
+    serving.q *= 40
+    serving.q[[7, 39]] = own
+    found = serving.planned(EVERYONE, **MODES[mode])()
+    for request in (7, 39):
+        rows = slice(request * kind.rows, (request + 1) * kind.rows)
+        serving.check(together, [request], Outputs(found.out[rows], found.lse[rows]))
+
+
+@pytest.mark.parametrize("mode", ["fixed split", "never split"])
 @pytest.mark.parametrize("kind", DECODE, ids=str)
 def test_the_same_bits_in_a_captured_graph(kind: Kind, mode: str) -> None:
     """One capture serves every batch, with the bits of an eager run."""

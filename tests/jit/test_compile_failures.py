@@ -17,7 +17,7 @@ from jit_sandbox import Sandbox, toy
 
 from flashpage import jit
 from flashpage.errors import CompileError
-from flashpage.jit import build, cache, files
+from flashpage.jit import build, cache, diagnostics, files
 
 # A compiler that ignores SIGTERM, with a child that ignores it too.
 STUBBORN = """#!/bin/sh
@@ -274,3 +274,19 @@ def test_error_after_the_end_of_a_variant(sandbox: Sandbox) -> None:
     """A backslash joins the text's last line with the next one, where the compiler finds the error."""
     with pytest.raises(CompileError, match=r"\Avariant: score \* 2 \\\n  does not compile: "):
         jit.get_kernel(toy(logit="score * 2 \\"))
+
+
+@pytest.mark.parametrize(
+    "warning",
+    [
+        "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma instructions",
+        "(C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient registers",
+        "(C7518) Potential Performance Loss: wgmma.mma_async instructions are serialized due to program dependence",
+    ],
+)
+def test_each_warning_of_serialised_products_counts(warning: str) -> None:
+    log = f"ptxas info    : {warning}\nptxas info    : (C7519) warpgroup.arrive is injected in around line 2509\n"
+    found = diagnostics.read_ptxas(
+        f"{log}    0 bytes spill stores, 8 bytes spill loads\nUsed 128 registers, used 0 barriers"
+    )
+    assert found == {"registers": 128, "spill_bytes": 8, "serial_products": 1}

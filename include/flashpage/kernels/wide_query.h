@@ -31,7 +31,7 @@ struct WideQuery {
     }
   }
 
-  // Brings them to the L2 ahead.
+  // Brings this CTA's rows of a later unit to the L2, if boxes load them.
   FP_DEVICE void prefetch(const Place& place) const {
     if (place.done || params.query_box_rows == 0 || !ptx::elect_one()) return;
     u32 row, head;

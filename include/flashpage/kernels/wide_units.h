@@ -56,7 +56,8 @@ FP_DEVICE BoxOrigin box_of_lane(const AttentionParams& params, const WidePlace& 
   return {exists ? __ldg(params.kv_indices + place.place.item.kv_offset + page) : 0, static_cast<i32>(row)};
 }
 
-// Calls body(place) for each unit, in a computing warp, which has no register to count them.
+// Calls body(place) for each unit, in a computing warp. The unit's number is read again after that, so that no register
+// holds it meanwhile.
 FP_DEVICE void for_each_unit(auto& shared, auto&& body) {
   for (u32 use = 0;;) {
     shared.place_ring.wait_full(use);
@@ -102,8 +103,8 @@ struct WideUnits {
       publish_next(use);
     }
   }
-  // The same by a warp that also has work for each block: `of_block(use)`. The next unit is published after two blocks,
-  // because that waits until the unit before this one is over.
+  // As above, by a warp that also has work for each block: `of_block(use)`. The next unit is published after two
+  // blocks, because that waits until all warps have left the unit before this one; its Q is brought to the L2 then.
   FP_DEVICE void plan(auto&& load_query, auto&& of_block) const {
     begin();
     u32 block_use = 0;

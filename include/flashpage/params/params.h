@@ -67,7 +67,7 @@ struct AttentionParams {
   FastDiv page;        // tokens of a page (ragged: 1)
   u64* trace;          // a traced kernel's clock stamps, [CTAs, Stamp::count]; null otherwise
   i32 box_tokens;      // tokens of one box of K and V; 0: the kernel uses no tensor maps
-  i32 query_box_rows;  // rows of q in one box, with all query heads of a KV head; 0: q is not loaded by boxes
+  i32 query_box_rows;  // rows of q in one box, each with a unit's query heads of a KV head; 0: not loaded by boxes
   i32 num_kv_indices;  // valid entries when the launch was bound: lookups ahead stay below this
   i32 out_box_rows;    // rows of out in one box, counted as query_box_rows; 0: out is not stored by boxes
   i32 cta_rows;  // packed rows of a unit that one CTA has: a whole tile, or the largest number that consists of whole

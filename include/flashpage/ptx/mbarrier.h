@@ -55,8 +55,8 @@ FP_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   while (!mbarrier_try(barrier, parity)) continue;
 }
 
-// Waits until the phase is over. Stores by other CTAs of the cluster to this CTA's shared memory that the barrier has
-// counted are visible after it.
+// Waits until the phase is over. Ordinary stores by other CTAs of the cluster before their arrivals are visible after
+// it.
 FP_DEVICE void mbarrier_wait_for_peers(u32 barrier, u32 parity) {
   u32 done;
   do {

@@ -1,9 +1,8 @@
 // Attention of many packed rows over latent rows (MLA) on Hopper: its time is the time of the tensor cores' products.
 //
 // A CTA computes the scores and probabilities of 64 packed rows in one warpgroup. Two others sum values, which take
-// half of an SM's registers. Products alternate: those of a block's values begin when the next block's scores are
-// almost complete, and while they run, that block's probabilities are computed. So the tensor cores never wait for
-// exponentials.
+// half of an SM's registers. While values of a block are multiplied, the probabilities of the next one are computed. In
+// a pair of CTAs the products of a block's values begin when the next block's scores are almost complete.
 //
 // More than 64 rows are a pair of CTAs if the copy engine loads boxes of tokens (load.h). The CTAs pass their
 // probabilities to each other, and each sums half of the value columns for the rows of both. So it needs half of a

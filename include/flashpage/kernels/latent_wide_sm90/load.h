@@ -1,5 +1,5 @@
-// The loading warps of latent_wide_sm90: one goes through the plan and loads Q. The others load tokens: boxes of them,
-// where each warp has a part of the columns, or single rows, which the warps share (rows.h).
+// The loading warps of latent_wide_sm90: one goes through the plan, loads Q, and fences single rows. The others load
+// tokens: boxes of them, where each warp has a part of the columns, or single rows, which the warps share (rows.h).
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/convert.h"
 #include "flashpage/kernels/latent_wide_sm90/rows.h"
@@ -37,8 +37,8 @@ struct WideBoxes {
     if (first % 32 == 0) found = box_of_lane(params, *place, first, box_shift);
     const i32 left = place->place.unit.kv_end - place->first_token - block * tokens;
     const int present = min_of(boxes, (left + (1 << box_shift) - 1) >> box_shift);
-    const int mine = first + static_cast<int>(threadIdx.x % 32);
-    const BoxOrigin box{__shfl_sync(0xffffffff, found.page, mine), __shfl_sync(0xffffffff, found.row, mine)};
+    const int of_box = first + static_cast<int>(threadIdx.x % 32);  // a shuffle takes it modulo 32
+    const BoxOrigin box{__shfl_sync(0xffffffff, found.page, of_box), __shfl_sync(0xffffffff, found.row, of_box)};
     if constexpr (part == WidePart::tail) {
       load_panels<Shared::tail_panels>(shared.tail_of(use), box, present);
     } else {
@@ -49,7 +49,7 @@ struct WideBoxes {
   }
 
  private:
-  // Loads `present` boxes, each by a lane, which knows its origin before memory is free.
+  // Loads `present` boxes, each by a lane, which has its origin before memory is free.
   template <int panels>
   FP_DEVICE void load_panels(const WideQuarter& at, const BoxOrigin& box, int present) const {
     const int lane = static_cast<int>(threadIdx.x % 32);

@@ -1,4 +1,4 @@
-// Loads single rows of latent_wide_sm90 by cp.async: the rows of a list, or of pages without boxes.
+// Loads single rows of latent_wide_sm90 by cp.async, and fences them: the rows of a list, or of pages without boxes.
 #pragma once
 #include "flashpage/kernels/latent_wide_sm90/shared.h"
 #include "flashpage/ptx/cp_async.h"

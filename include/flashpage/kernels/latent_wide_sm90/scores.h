@@ -28,8 +28,8 @@ struct WideScores {
   static constexpr int held_tail = is_pair ? Shared::tail_panels : 0;
   static constexpr int held_panels = is_pair ? held_tail + Shared::quarter_panels : 0, none_held = -1;
 
-  // Where the factors of scores are in shared memory; a product adds an offset.
-  struct Factors {
+  // Where the operands of scores are in shared memory; a product adds an offset. Only a pair has passing columns.
+  struct Operands {
     ptx::Matrix kept, query_of_kept, tail, query, passing = query, query_of_passing = query;
   };
 
@@ -45,7 +45,7 @@ struct WideScores {
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::start);
     for_each_unit(shared, [&](const WidePlace& place) {
       shared.query_ring.wait_full(place.units_before);
-      ptx::fence_before_products();  // Q was copied by cp.async
+      ptx::fence_before_products();  // Q may have been copied by cp.async
       if constexpr (is_pair) hold_query();
       Softmax softmax;
       softmax.clear();
@@ -64,14 +64,14 @@ struct WideScores {
   }
 
  private:
-  // What the loop over blocks needs of a unit, in registers: after an asm statement the compiler would read shared
-  // memory again, and a block is a chain of waits.
-  struct Turn {
-    u32 use, end;       // blocks before this one, and before the next unit
-    u32 plain, plains;  // the first block of which all rows see all tokens, and how many are like it
+  // What each block needs of its unit, in registers: after an asm statement the compiler would read shared memory
+  // again.
+  struct BlockRange {
+    u32 use, end;                      // blocks before this one, and before the next unit
+    u32 first_unmasked, num_unmasked;  // blocks of which all rows see all tokens
     float scale;
   };
-  FP_DEVICE Turn first_turn(const WidePlace& place) const {
+  FP_DEVICE BlockRange range_of(const WidePlace& place) const {
     const Unit& unit = place.place.unit;
     const u32 use = place.use(0);
     const int begin = ceil_div(max_of(unit.all_begin - place.first_token, 0), tokens);
@@ -84,30 +84,30 @@ struct WideScores {
   // end.
   FP_DEVICE void score_blocks(const WidePlace& place, Softmax& softmax) {
     Scores scores;
-    Turn turn = first_turn(place);
-    issue_products(scores, turn.use);
+    BlockRange range = range_of(place);
+    issue_products(scores, range.use);
 #pragma unroll 1
-    for (;; ++turn.use) {
+    for (;; ++range.use) {
       ptx::wgmma_wait<1>();
-      let_values_begin(turn.use);
-      release_first_columns(turn.use);
+      let_values_begin(range.use);
+      release_first_columns(range.use);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(scores[0]);
       if (threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
-      const bool is_last = turn.use + 1 == turn.end;
+      const bool is_last = range.use + 1 == range.end;
       if (is_last) release_query(place);
-      release_last_columns(turn.use);
-      bool has_gaps = false;
-      if (turn.use - turn.plain >= turn.plains) has_gaps = hide(scores, place, turn.use);
-      if constexpr (Shared::is_selected) hide_missing(scores, turn.use);
-      hand_over(softmax, scores, turn.scale, turn.use + place.units_before, has_gaps);
+      release_last_columns(range.use);
+      bool has_others = false;
+      if (range.use - range.first_unmasked >= range.num_unmasked)  // blocks before the first one are large numbers here
+        has_others = prepare(scores, place, range.use);
+      if constexpr (Shared::is_selected) hide_missing(scores, range.use);
+      hand_over(softmax, scores, range.scale, Shared::message(place, range.use), has_others);
       if (is_last) return;
-      issue_products(scores, turn.use + 1);
+      issue_products(scores, range.use + 1);
     }
   }
-  // Scales scores that the softmax cannot scale, and hides those of tokens that a row does not see. Returns whether the
-  // block has tokens that are not the unit's.
-  FP_DEVICE bool hide(Scores& scores, const WidePlace& place, u32 use) const {
+  // Applies prepare_scores to a block that may need it. Returns whether the block has tokens outside of the unit.
+  FP_DEVICE bool prepare(Scores& scores, const WidePlace& place, u32 use) const {
     const i32 first = place.first_token + static_cast<int>(use - place.use(0)) * tokens;
     prepare_scores<Traits>(scores, place, rows_of(place), first);
     const Unit& unit = place.place.unit;
@@ -127,7 +127,8 @@ struct WideScores {
           scores[0][n][e] = scores[0][n][e + 2] = ptx::negative_infinity();
   }
   // Lets a pair's products of the earlier block's values begin, when those of this block's scores are almost complete.
-  // They would take the tensor cores and shared memory from scores, for which the other CTA waits, too.
+  // Before that they would take the tensor cores and shared memory from these scores, for whose probabilities the other
+  // CTA waits, too.
   FP_DEVICE void let_values_begin(u32 use) const {
     if constexpr (is_pair) ptx::mbarrier_arrive(ptx::shared_address(&shared.scored[Shared::slot(use)][warp]));
   }
@@ -164,29 +165,29 @@ struct WideScores {
     }
   }
 
-  // Issues scores = Q K^T in two groups: when the first one is complete, its columns are released, and a pair's
-  // products of values may begin. Columns come in the order in which their memory is free.
+  // Issues scores = Q K^T in two groups. When the first one is complete, a pair releases its columns, and its products
+  // of values may begin. Columns come in the order in which their memory is free.
   FP_DEVICE void issue_products(Scores& scores, u32 use) const {
-    const Factors of = factors_of(use);
+    const Operands operands = operands_of(use);
     if constexpr (is_pair) {
-      issue_kept<0, held_tail>(scores, of, use, false);
-      issue_kept<1>(scores, of, use, true);
-      issue_tail<0>(scores, of, use, true);
-      issue_passing<0>(scores, of, use);
+      issue_kept<0, held_tail>(scores, operands, use, false);
+      issue_kept<1>(scores, operands, use, true);
+      issue_tail<0>(scores, operands, use, true);
+      issue_passing<0>(scores, operands, use);
       ptx::wgmma_commit();
-      issue_passing<1>(scores, of, use);
+      issue_passing<1>(scores, operands, use);
     } else {
-      issue_tail<none_held>(scores, of, use, false);
-      issue_kept<0>(scores, of, use, Shared::tail_panels > 0);
-      issue_kept<1>(scores, of, use, true);
-      issue_kept<2>(scores, of, use, true);
+      issue_tail<none_held>(scores, operands, use, false);
+      issue_kept<0>(scores, operands, use, Shared::tail_panels > 0);
+      issue_kept<1>(scores, operands, use, true);
+      issue_kept<2>(scores, operands, use, true);
       ptx::wgmma_commit();
-      issue_kept<3>(scores, of, use, true);
+      issue_kept<3>(scores, operands, use, true);
     }
     ptx::wgmma_commit();
   }
-  // Found together, because each takes an exchange between lanes.
-  FP_DEVICE Factors factors_of(u32 use) const {
+  // Found together, because each takes a shuffle.
+  FP_DEVICE Operands operands_of(u32 use) const {
     const ptx::Matrix kept = matrix_of(shared.kept_values[Shared::slot(use)]);
     const ptx::Matrix tail = matrix_of(shared.tails[Shared::tail_slot(use)]), query = matrix_of(shared.query);
     if constexpr (!is_pair) return {kept, query, tail, query};
@@ -196,29 +197,29 @@ struct WideScores {
     const ptx::Matrix of_kept = query_of(shared.kept_quarter(0, use));
     return {kept, of_kept, tail, query, matrix_of(shared.passing_values), query_of(shared.passing_quarter(0, use))};
   }
-  // The opaque address keeps the compiler from holding that of each product in registers, from block to block.
+  // The opaque address keeps the compiler from holding the addresses of all products in registers, from block to block.
   FP_DEVICE static ptx::Matrix matrix_of(const auto& columns) {
     return {ptx::opaque(ptx::shared_address(&columns)), 0};
   }
   template <int held_at>
-  FP_DEVICE void issue_tail(Scores& scores, const Factors& of, u32 use, bool accumulate) const {
+  FP_DEVICE void issue_tail(Scores& scores, const Operands& operands, u32 use, bool accumulate) const {
     constexpr int query_byte = Shared::value_panels * Tile::panel_bytes;
     if constexpr (Shared::tail_panels > 0)
-      issue_panels<Shared::tail_panels, held_at>(scores, shared.tail_of(use), of.tail, 0, of.query, query_byte,
-                                                 accumulate);
+      issue_panels<Shared::tail_panels, held_at>(scores, shared.tail_of(use), operands.tail, 0, operands.query,
+                                                 query_byte, accumulate);
   }
   template <int i, int held_at = none_held>
-  FP_DEVICE void issue_kept(Scores& scores, const Factors& of, u32 use, bool accumulate) const {
+  FP_DEVICE void issue_kept(Scores& scores, const Operands& operands, u32 use, bool accumulate) const {
     constexpr int byte = i * Shared::quarter_bytes;
     constexpr int query_byte = is_pair ? byte : Shared::panel_of_quarter(i) * Tile::panel_bytes;
-    issue_panels<Shared::quarter_panels, held_at>(scores, shared.kept_quarter(i, use), of.kept, byte, of.query_of_kept,
-                                                  query_byte, accumulate);
+    issue_panels<Shared::quarter_panels, held_at>(scores, shared.kept_quarter(i, use), operands.kept, byte,
+                                                  operands.query_of_kept, query_byte, accumulate);
   }
   template <int i>
-  FP_DEVICE void issue_passing(Scores& scores, const Factors& of, u32 use) const {
+  FP_DEVICE void issue_passing(Scores& scores, const Operands& operands, u32 use) const {
     constexpr int byte = i * Shared::quarter_bytes;
-    issue_panels<Shared::quarter_panels, none_held>(scores, shared.passing_quarter(i, use), of.passing, byte,
-                                                    of.query_of_passing, byte, true);
+    issue_panels<Shared::quarter_panels, none_held>(scores, shared.passing_quarter(i, use), operands.passing, byte,
+                                                    operands.query_of_passing, byte, true);
   }
   // `held_at`: where Q's panels are among those that are held.
   template <int panels, int held_at>
@@ -238,8 +239,10 @@ struct WideScores {
     }
   }
 
-  // Maxima always move: values are multiplied while the next block's products of scores run.
-  FP_DEVICE void hand_over(Softmax& softmax, Scores& scores, float scale, u32 message, bool has_gaps) const {
+  // Maxima always move: values are multiplied while the next block's products of scores run. Probabilities are passed
+  // on by 16 tokens, so that few registers hold packed ones, and the first ones are computed before the wait for
+  // readers.
+  FP_DEVICE void hand_over(Softmax& softmax, Scores& scores, float scale, u32 message, bool has_others) const {
     float factor[1][2];
     if (!softmax.raise(scores, scale, factor, 0.f)) factor[0][0] = factor[0][1] = 1.f;
 #pragma unroll
@@ -251,9 +254,9 @@ struct WideScores {
       if (step == 0) wait_until_taken(message);
       send(step, probabilities[0]);
     }
-    pass(make_float2(Shared::marked(factor[0][0], has_gaps), Shared::marked(factor[0][1], has_gaps)));
+    pass(make_float2(Shared::marked(factor[0][0], has_others), Shared::marked(factor[0][1], has_others)));
   }
-  // Passes the probabilities of 16 tokens on.
+  // Writes the probabilities of 16 tokens for this CTA and, in a pair, for the other one.
   FP_DEVICE void send(int step, const u32 (&words)[4]) const {
     shared.probabilities[0][step][thread] = make_uint4(words[0], words[1], words[2], words[3]);
     if constexpr (is_pair) {
@@ -262,6 +265,7 @@ struct WideScores {
       ptx::store_async(at_peer(&shared.probabilities[1][step][thread]), same, at_peer(&shared.received[warp]));
     }
   }
+  // Readers have written nothing for this warp, so that a wait of one CTA's scope is enough.
   FP_DEVICE void wait_until_taken(u32 message) const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.taken[warp]), (message & 1) ^ 1);
   }
@@ -290,7 +294,7 @@ struct WideScores {
       if (float* lse = lse_target(params, place.place.item, unit, row))
         *lse = row_lse(softmax.maximum[0][half], totals[half]);
     }
-    wait_until_taken(Shared::message(place, place.blocks));
+    wait_until_taken(Shared::message(place, place.use(place.blocks)));
     pass(make_float2(totals[0], totals[1]));
   }
 

@@ -17,8 +17,8 @@ enum class WidePart { first, second, tail };
 struct WideQuarter {
   u8* memory;
   u64 *full, *empty;
-  u64* copied;  // where copies of single rows arrive, before they are fenced; `full` if boxes or conversions fill it
-  u32 phase;    // of the barriers
+  u64* copied;      // where copies of single rows end, before they are fenced; `full` if boxes or conversions fill it
+  u32 phase;        // of the barriers
   int first_panel;  // of the value columns; 0 for the tail, which has a view of its own
 };
 
@@ -46,7 +46,7 @@ struct WideShared {
   static constexpr int loaders = converts ? 4 : !has_boxes || tail_panels > 0 ? 3 : 2;  // warps
   // Single rows that are copied as they are: the plan's warp fences them, for all products.
   static constexpr bool copies_rows = !has_boxes && !converts;
-  // Arrivals at the barrier of loaded columns: the lane that expects boxes, or all lanes, whose copies arrive.
+  // Arrivals at the barrier where loads end: the lane that expects boxes, or all lanes, whose copies arrive.
   static constexpr int arrivals = has_boxes ? 1 : 32 * loaders * (converts ? passes : 1);
   static_assert(Traits::tile_kv == tokens && Traits::tile_q == rows && Traits::head_dim_qk % 64 == 0);
   static_assert(value_panels % 4 == 0 && tail_panels <= 1 && (Traits::ctas == 1 || Traits::ctas % 2 == 0));
@@ -126,15 +126,15 @@ struct WideShared {
   FP_DEVICE static u32 kept_phase(u32 use) { return use / kept_blocks & 1; }
   FP_DEVICE static u32 tail_slot(u32 use) { return use % tail_slots; }
   FP_DEVICE static u32 tail_phase(u32 use) { return use / tail_slots & 1; }
-  // The messages of all units before this block's: one a block, and one a unit.
-  FP_DEVICE static u32 message(const WidePlace& place, int block) { return place.use(block) + place.units_before; }
+  // The messages before this block's: one a block, and one a unit.
+  FP_DEVICE static u32 message(const WidePlace& place, u32 use) { return use + place.units_before; }
 
-  // The factor of earlier values in a message. Its sign says that the block has tokens that are not the unit's; it is
-  // set in the bits, because a NaN has one, too.
-  FP_DEVICE static float marked(float factor, bool has_gaps) {
-    return __uint_as_float(__float_as_uint(factor) | (has_gaps ? 1u << 31 : 0));
+  // Marks a factor of earlier values, which is never negative, in its sign: the block has tokens outside of the unit. A
+  // NaN can be marked, too.
+  FP_DEVICE static float marked(float factor, bool has_others) {
+    return __uint_as_float(__float_as_uint(factor) | (has_others ? 1u << 31 : 0));
   }
-  FP_DEVICE static bool has_gaps(float factor) { return (__float_as_uint(factor) >> 31) != 0; }
+  FP_DEVICE static bool is_marked(float factor) { return (__float_as_uint(factor) >> 31) != 0; }
 
   // Called by each warp that has read columns.
   FP_DEVICE static void release(const u64& empty, int lane) {

@@ -32,14 +32,14 @@ struct WideValues {
   FP_DEVICE void run() {
     for_each_unit(shared, [&](const WidePlace& place) {
       Values values = {};
-      // In registers, because after an asm statement the compiler would read shared memory again.
+      // Counted in registers, because after an asm statement the compiler would read shared memory again.
       u32 use = place.use(0);
       const u32 end = use + place.blocks;
       // This CTA's scores say that its columns have arrived, which the other CTA's probabilities do not.
       if (Shared::is_pair && use != end) wait_for_scores(use);
       for (; use != end; ++use) add_block(place, values, use, end);
       if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::last_tile);
-      const float2 sums = take_sums(end + place.units_before);
+      const float2 sums = take_sums(Shared::message(place, end));
       const int rank = static_cast<int>(ptx::rank_among<Traits::ctas>()), half = Shared::is_pair ? rank % 2 : group();
       const int first_row = (rank ^ whose()) * Shared::rows + warp() * 16 + lane() / 4;
       Output{params, place.place, half, first_row, lane()}.write(values, sums);
@@ -48,7 +48,7 @@ struct WideValues {
   }
 
  private:
-  // Computed wherever they are used, because few registers are left to hold them.
+  // Computed wherever they are used, because few registers are left to hold them: the thread's number is opaque.
   FP_DEVICE static int thread() { return ptx::opaque(threadIdx.x) % 128; }  // of the warpgroup
   FP_DEVICE static int warp() { return ptx::opaque(threadIdx.x) / 32 % 4; }
   FP_DEVICE static int lane() { return ptx::opaque(threadIdx.x) % 32; }
@@ -61,18 +61,19 @@ struct WideValues {
   // `end`: of the unit's blocks.
   FP_DEVICE void add_block(const WidePlace& place, Values& values, u32 use, u32 end) {
     const u32 slot = Shared::slot(use);
-    const ptx::Matrix of_v(ptx::shared_address(shared.kept_values[slot][quarter(0)]), Tile::panel_bytes);
-    wait_for(use + place.units_before, Shared::probability_bytes + Shared::factor_bytes);
+    const ptx::Matrix of_values(ptx::shared_address(shared.kept_values[slot][quarter(0)]), Tile::panel_bytes);
+    wait_for(Shared::message(place, use), Shared::probability_bytes + Shared::factor_bytes);
     const float2 factors = read_factors();
-    if (__any_sync(0xffffffff, factors.x != 1.f || factors.y != 1.f)) change(place, values, factors, use);
+    // Marked factors are negative. All warps of both CTAs have the same mark, so they clear together.
+    if (__any_sync(0xffffffff, factors.x != 1.f || factors.y != 1.f)) rescale_and_clear(place, values, factors, use);
     Fragments probabilities;
-    read(probabilities);
+    read_probabilities(probabilities);
     mark_as_taken();
     // The next block's products of scores come first.
     if (Shared::is_pair && use + 1 != end) wait_for_scores(use + 1);
     ptx::wgmma_fence();
-    issue_quarter<0>(values, probabilities, of_v);
-    issue_quarter<1>(values, probabilities, of_v);
+    issue_quarter<0>(values, probabilities, of_values);
+    issue_quarter<1>(values, probabilities, of_values);
     ptx::wgmma_wait<1>();
     Shared::release_kept(shared.kept_empty[slot][quarter(0)], lane());
     ptx::wgmma_wait<0>();
@@ -86,15 +87,16 @@ struct WideValues {
   }
   // Issues values += P V for a quarter of V's columns.
   template <int i>
-  FP_DEVICE static void issue_quarter(Values& values, const Fragments& probabilities, const ptx::Matrix& tile) {
+  FP_DEVICE static void issue_quarter(Values& values, const Fragments& probabilities, const ptx::Matrix& of_values) {
+    // From quarter(0) to quarter(i).
     constexpr int first_byte = i * (Shared::is_pair ? 1 : 2) * Shared::quarter_bytes;
 #pragma unroll
     for (int step = 0; step < steps; ++step)
       Traits::ValueProduct::multiply(reinterpret_cast<float (&)[product_tiles][4]>(values[0][i * product_tiles]),
-                                     probabilities[step], tile.at(first_byte + step * 16 * 128), true);
+                                     probabilities[step], of_values.at(first_byte + step * 16 * 128), true);
     ptx::wgmma_commit();
   }
-  FP_DEVICE void read(Fragments& probabilities) const {
+  FP_DEVICE void read_probabilities(Fragments& probabilities) const {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
       const uint4 words = shared.probabilities[whose()][step][thread()];
@@ -105,11 +107,12 @@ struct WideValues {
     }
   }
   FP_DEVICE float2 read_factors() const { return shared.factors[whose()][warp() * 8 + lane() / 4]; }
-  // Multiplies earlier values as a block's maxima moved, and clears the block's gaps. No product is in flight.
-  FP_DEVICE void change(const WidePlace& place, Values& values, const float2& factors, u32 use) {
+  // Multiplies earlier values as a block's maxima moved, and clears the block's tokens outside of the unit, which
+  // single rows have loaded as zeros. No product is in flight.
+  FP_DEVICE void rescale_and_clear(const WidePlace& place, Values& values, const float2& factors, u32 use) {
     const float factor[1][2] = {{fabsf(factors.x), fabsf(factors.y)}};
     WideSoftmax::rescale(values, factor);
-    if (Shared::has_boxes && Shared::has_gaps(factors.x)) clear_hidden(place, use);
+    if (Shared::has_boxes && Shared::is_marked(factors.x)) clear_hidden(place, use);
   }
   FP_DEVICE float2 take_sums(u32 message) const {
     wait_for(message, Shared::factor_bytes);
@@ -117,8 +120,8 @@ struct WideValues {
     mark_as_taken();
     return sums;
   }
-  // `bytes`: of a message from the other CTA. Its stores complete this CTA's barrier, so that a wait of one CTA's scope
-  // is enough; a cluster's would also empty the L1.
+  // `bytes`: of a message from the other CTA. Its asynchronous stores complete this CTA's barrier, and are waited for
+  // as those of the copy engine; a wait of the cluster's scope would also empty the L1.
   FP_DEVICE void wait_for(u32 message, int bytes) const {
     if (whose() == 0) return ptx::mbarrier_wait(ptx::shared_address(&shared.handed_over[warp()]), message & 1);
     const u32 barrier = ptx::shared_address(&shared.received[warp()]);
@@ -132,7 +135,7 @@ struct WideValues {
     if (lane() == 0) ptx::mbarrier_arrive_at(barrier, ptx::cluster_rank() ^ 1);
   }
 
-  // Clears the values of a block's tokens that are not the unit's: their memory may hold NaN, and 0 * NaN is NaN.
+  // Clears the values of a block's tokens outside of the unit: their memory may hold NaN, and 0 * NaN is NaN.
   // Scores of these tokens are hidden, so products of keys that still run may read either.
   FP_DEVICE void clear_hidden(const WidePlace& place, u32 use) {
     const Unit& unit = place.place.unit;
