@@ -77,7 +77,7 @@ struct WideConvert {
   FP_DEVICE void load_query(const WidePlace& of_unit) const {
     constexpr int own = Shared::rows / warps, chunks = Tile::used_bytes / 16;
     const u32 use = of_unit.units_before;
-    const int first = warp() * own;
+    const int first = static_cast<int>(ptx::opaque(warp())) * own;  // or the compiler holds addresses from unit to unit
     const i32 count = of_unit.place.unit.num_rows - Shared::first_row();
     const i32 lane_row = Shared::first_row() + first + lane() % own;
     const u64 mine = reinterpret_cast<u64>(static_cast<const Cache*>(params.q) +

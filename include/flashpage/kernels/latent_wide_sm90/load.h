@@ -114,26 +114,25 @@ struct WideLoad {
   }
 
   // All loading warps convert, and one of them also goes through the plan. Q of a unit takes the place of the unit's
-  // before, so a block comes first.
+  // before, so a block comes first. Units and blocks are counted in the place, because these warps have few registers.
   FP_DEVICE void convert_units() const {
     WideConvert<Traits> loader(shared, params);
-    const bool plans = warp == WideRoles::plan_warp;
-    if (plans) units.begin();
-    u32 use = 0;
-    for (u32 unit_use = 0;; ++unit_use) {
-      shared.place_ring.wait_full(unit_use);
-      const WidePlace& place = shared.places[shared.place_ring.slot(unit_use)];
+    if (warp == WideRoles::plan_warp) units.begin();
+    for (u32 use = 0;;) {
+      shared.place_ring.wait_full(use);
+      const WidePlace& place = shared.places[shared.place_ring.slot(use)];
       if (place.place.done) return;
       loader.open(place);
-      const bool query_first = unit_use == 0 || place.blocks == 0;
-      if (query_first) loader.load_query(place);
+      if (place.units_before == 0 || place.blocks == 0) loader.load_query(place);
       for (int block = 0; block < place.blocks; ++block) {
-        loader.load(block, use++);
-        if (block == 0 && !query_first) loader.load_query(place);
+        loader.load(block, place.use(block));
+        if (block == 0 && place.units_before > 0) loader.load_query(place);
       }
-      shared.place_ring.release(unit_use);
+      use = place.units_before;
+      shared.place_ring.release(use);
       if (warp == 0 && threadIdx.x % 32 == 0) stamp_first<Traits>(params, Stamp::first_load);
-      if (plans) units.publish_next(unit_use);
+      if (warp == WideRoles::plan_warp) units.publish_next(use);
+      ++use;
     }
   }
 

@@ -58,7 +58,7 @@ struct WideShared {
   static constexpr int readers = is_pair ? 2 : 1;     // warpgroups of values that read a kept quarter
   static constexpr int messengers = is_pair ? 2 : 1;  // CTAs whose probabilities arrive here
   // Registers of a thread. Pairs hold a part of Q, and warps that load single rows have their addresses.
-  static constexpr int loading_registers = has_boxes ? 40 : converts ? 64 : 56;
+  static constexpr int loading_registers = has_boxes ? 40 : converts ? 72 : 56;
   static constexpr int scoring_registers = 160 - loading_registers;
   static constexpr int value_registers = 176;
   // A warpgroup that takes more registers than are left waits for ever.
