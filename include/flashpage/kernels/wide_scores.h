@@ -1,13 +1,20 @@
 // From scores to probabilities, in the kernels of many packed rows over latent rows: a warpgroup has 64 rows.
 #pragma once
 #include "flashpage/kernels/wide_units.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/math.h"
+#include "flashpage/ptx/shared.h"
+#include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/load/latent_numbers.h"
 #include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/softmax/transform.h"
 
 namespace flashpage {
+
+// An operand of products in shared memory. Its opaque address keeps the compiler from holding the addresses of all
+// products in registers, from block to block.
+FP_DEVICE ptx::Matrix matrix_at(const auto& panels) { return {ptx::opaque(ptx::shared_address(&panels)), 0}; }
 
 // Hides the tokens of a block that a row does not see. `first`: the block's first token.
 template <int chunks>

@@ -34,9 +34,9 @@ struct E4m3Scores {
     }
   };
 
-  // Where the factors of a block's products are in shared memory. They are found together and while others are waited
-  // for, because each takes an exchange between lanes.
-  struct Factors {
+  // Where the operands of a block's products are in shared memory. They are found together, before the wait for the
+  // block, because each takes a shuffle.
+  struct Operands {
     ptx::Matrix terms, keys, rows, tail;
   };
 
@@ -102,13 +102,13 @@ struct E4m3Scores {
   // for one. Scales are read before products are issued, because these take all of the shared memory's time.
   FP_DEVICE void multiply_keys(Scores& scores, u32 use) const {
     const auto& all = shared.of_tokens[shared.block_ring.slot(use)];
-    const Factors factors = factors_of(shared.block_ring.slot(use));
+    const Operands operands = operands_of(shared.block_ring.slot(use));
     Scores products;
     float of_tokens[tiles][2];
     shared.block_ring.wait_full(use);
     read_scales(of_tokens, all.scales[0]);
-    issue_tail(scores, factors);
-    issue_group(products, factors, 0);
+    issue_tail(scores, operands);
+    issue_group(products, operands, 0);
 #pragma unroll
     for (int group = 0; group < Shared::groups; ++group) {
       ptx::wgmma_wait<0>();
@@ -126,7 +126,7 @@ struct E4m3Scores {
         }
       if (group + 1 == Shared::groups) return;
       read_scales(of_tokens, all.scales[group + 1]);
-      issue_group(products, factors, group + 1);
+      issue_group(products, operands, group + 1);
     }
   }
   FP_DEVICE void read_scales(float (&of_tokens)[tiles][2], const float (&scales)[tokens]) const {
@@ -139,32 +139,29 @@ struct E4m3Scores {
       for (int i = 0; i < 4; ++i) of_tokens[n + i / 2][i % 2] = __uint_as_float(four[i]);
     }
   }
-  FP_DEVICE Factors factors_of(u32 slot) const {
-    const auto matrix_of = [](u32 address) { return ptx::Matrix(ptx::opaque(address), 0); };
-    const u32 query = ptx::shared_address(shared.query);
-    const ptx::Matrix terms = matrix_of(query), keys = matrix_of(ptx::shared_address(shared.blocks[slot]));
+  FP_DEVICE Operands operands_of(u32 slot) const {
+    const ptx::Matrix terms = matrix_at(shared.query), keys = matrix_at(shared.blocks[slot]);
     if constexpr (Shared::tail_panels == 0) return {terms, keys, terms, keys};
-    const ptx::Matrix rows = matrix_of(query + 2 * Shared::panels * panel_bytes);
-    return {terms, keys, rows, matrix_of(ptx::shared_address(shared.tails[slot]))};
+    return {terms, keys, matrix_at(shared.query[2 * Shared::panels * panel_bytes]), matrix_at(shared.tails[slot])};
   }
   // Multiplies both terms of Q by the same keys: four steps each.
-  FP_DEVICE static void issue_group(Scores& products, const Factors& factors, int group) {
+  FP_DEVICE static void issue_group(Scores& products, const Operands& operands, int group) {
     ptx::wgmma_settle(products[0]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 8; ++step)
-      Traits::KeyProduct::multiply(products[0], factors.terms.at((group * 2 + step / 4) * panel_bytes + step % 4 * 32),
-                                   factors.keys.at(group * panel_bytes + step % 4 * 32), step > 0);
+      Traits::KeyProduct::multiply(products[0], operands.terms.at((group * 2 + step / 4) * panel_bytes + step % 4 * 32),
+                                   operands.keys.at(group * panel_bytes + step % 4 * 32), step > 0);
     ptx::wgmma_commit();
   }
-  FP_DEVICE static void issue_tail(Scores& scores, const Factors& factors) {
+  FP_DEVICE static void issue_tail(Scores& scores, const Operands& operands) {
     if constexpr (Shared::tail_panels > 0) {
       ptx::wgmma_settle(scores[0]);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        Traits::TailProduct::multiply(scores[0], factors.rows.at(step * 32),
-                                      factors.tail.at((Shared::has_e4m3_tail ? step % 2 : step) * 32), step > 0);
+        Traits::TailProduct::multiply(scores[0], operands.rows.at(step * 32),
+                                      operands.tail.at((Shared::has_e4m3_tail ? step % 2 : step) * 32), step > 0);
       }
       ptx::wgmma_commit();
     }

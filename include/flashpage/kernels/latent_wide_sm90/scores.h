@@ -3,7 +3,6 @@
 #include "flashpage/kernels/latent_wide_sm90/shared.h"
 #include "flashpage/kernels/wide_scores.h"
 #include "flashpage/ptx/cluster.h"
-#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/ldmatrix.h"
 #include "flashpage/ptx/st_async.h"
@@ -76,9 +75,9 @@ struct WideScores {
     const u32 use = place.use(0);
     const int begin = ceil_div(max_of(unit.all_begin - place.first_token, 0), tokens);
     const int end = max_of(unit.all_end - place.first_token, 0) / tokens;
-    const int plains = scales_first<Traits>(place.scale) ? 0 : max_of(end - begin, 0);
+    const u32 num_unmasked = scales_first<Traits>(place.scale) ? 0 : max_of(end - begin, 0);
     const float scale = softmax_scale_of<Traits>(place.scale, {});
-    return {use, use + place.blocks, use + begin, static_cast<u32>(plains), scale};
+    return {use, use + place.blocks, use + begin, num_unmasked, scale};
   }
   // The loop has its exit in the middle, because otherwise the compiler waits for the scores that are in flight at its
   // end.
@@ -188,18 +187,14 @@ struct WideScores {
   }
   // Found together, because each takes a shuffle.
   FP_DEVICE Operands operands_of(u32 use) const {
-    const ptx::Matrix kept = matrix_of(shared.kept_values[Shared::slot(use)]);
-    const ptx::Matrix tail = matrix_of(shared.tails[Shared::tail_slot(use)]), query = matrix_of(shared.query);
+    const ptx::Matrix kept = matrix_at(shared.kept_values[Shared::slot(use)]);
+    const ptx::Matrix tail = matrix_at(shared.tails[Shared::tail_slot(use)]), query = matrix_at(shared.query);
     if constexpr (!is_pair) return {kept, query, tail, query};
     const auto query_of = [&](const WideQuarter& quarter) {
-      return matrix_of(shared.query[quarter.first_panel * Tile::panel_bytes]);
+      return matrix_at(shared.query[quarter.first_panel * Tile::panel_bytes]);
     };
     const ptx::Matrix of_kept = query_of(shared.kept_quarter(0, use));
-    return {kept, of_kept, tail, query, matrix_of(shared.passing_values), query_of(shared.passing_quarter(0, use))};
-  }
-  // The opaque address keeps the compiler from holding the addresses of all products in registers, from block to block.
-  FP_DEVICE static ptx::Matrix matrix_of(const auto& columns) {
-    return {ptx::opaque(ptx::shared_address(&columns)), 0};
+    return {kept, of_kept, tail, query, matrix_at(shared.passing_values), query_of(shared.passing_quarter(0, use))};
   }
   template <int held_at>
   FP_DEVICE void issue_tail(Scores& scores, const Operands& operands, u32 use, bool accumulate) const {
@@ -230,11 +225,11 @@ struct WideScores {
 #pragma unroll
     for (int step = 0; step < panels * 4; ++step) {
       const int offset = step / 4 * Tile::panel_bytes + step % 4 * 32;
-      const u64 factor = keys.at(key_byte + offset);
+      const u64 key = keys.at(key_byte + offset);
       if constexpr (held_at != none_held) {
-        Traits::HeldKeyProduct::multiply(scores[0], held[held_at * 4 + step], factor, accumulate || step > 0);
+        Traits::HeldKeyProduct::multiply(scores[0], held[held_at * 4 + step], key, accumulate || step > 0);
       } else {
-        Traits::KeyProduct::multiply(scores[0], query.at(query_byte + offset), factor, accumulate || step > 0);
+        Traits::KeyProduct::multiply(scores[0], query.at(query_byte + offset), key, accumulate || step > 0);
       }
     }
   }
