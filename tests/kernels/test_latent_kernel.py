@@ -238,6 +238,12 @@ def test_warps_may_sleep(kernel: AttentionKernel, case: Case, seed: int, monkeyp
     compare(kernel, case, 48)
 
 
+def test_values_may_be_late_at_the_end_of_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this seed a warpgroup of values of a pair sleeps there, while scores go on by two blocks."""
+    monkeypatch.setenv("FLASHPAGE_HOST_SEED", "3")
+    compare(WIDE, next(case for kernel, case in ROWS if kernel is WIDE and case.name == "latent-edges"), 48)
+
+
 @pytest.mark.parametrize(("kernel", "heads", "page_size"), [(WIDE, 64, 1), (WIDE, 64, 64), (WIDE, 128, 64)])
 def test_large_weights_are_exact(kernel: AttentionKernel, heads: int, page_size: int) -> None:
     """A row's largest weight is 1 as a factor of its values, so that little but the output's rounding is left. With

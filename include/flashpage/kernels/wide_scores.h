@@ -15,6 +15,10 @@ namespace flashpage {
 // An operand of products in shared memory. Its opaque address keeps the compiler from holding the addresses of all
 // products in registers, from block to block.
 FP_DEVICE ptx::Matrix matrix_at(const auto& panels) { return {ptx::opaque(ptx::shared_address(&panels)), 0}; }
+// As matrix_at, for panels that are in one place for all blocks: it takes no shuffle.
+FP_DEVICE ptx::Matrix matrix_of_cta(const auto& panels) {
+  return ptx::Matrix::of_cta(ptx::opaque(ptx::shared_address(&panels)));
+}
 
 // Hides the tokens of a block that a row does not see. `first`: the block's first token.
 template <int chunks>

@@ -9,15 +9,19 @@ namespace flashpage::ptx {
 // (tile/layout/swizzled_rows.h). `next_panel`: bytes from panel to panel, if the product's long side runs across
 // panels. It has two halves, because moving a matrix (adding to its address) changes only the low one.
 struct Matrix {
-  u32 low, high;
+  static constexpr u32 eight_rows = 1024 / 16, swizzle_128 = 1u << 30;
+  u32 low, high = swizzle_128 | eight_rows;
 
   // Broadcasts lane 0's address, so that the compiler knows that the warp shares it and moves it in uniform registers.
   FP_DEVICE Matrix(u32 address, u32 next_panel)
-      : low(__shfl_sync(0xffffffff, next_panel / 16 << 16 | (address & 0x3ffff) / 16, 0)) {
-    constexpr u32 eight_rows = 1024 / 16, swizzle_128 = 1u << 30;
-    high = swizzle_128 | eight_rows;
-  }
+      : low(__shfl_sync(0xffffffff, next_panel / 16 << 16 | (address & 0x3ffff) / 16, 0)) {}
+  // A matrix in a place that is the same for all threads of the CTA: the compiler knows that without a shuffle.
+  FP_DEVICE static Matrix of_cta(u32 address) { return Matrix((address & 0x3ffff) / 16); }
+  FP_DEVICE Matrix moved_by(u32 bytes) const { return Matrix(low + bytes / 16); }
   FP_DEVICE u64 at(u32 bytes) const { return static_cast<u64>(high) << 32 | (low + bytes / 16); }
+
+ private:
+  FP_DEVICE explicit Matrix(u32 low) : low(low) {}
 };
 
 // As Matrix, for one panel of 64-byte rows with the copy engine's 64-byte swizzle.

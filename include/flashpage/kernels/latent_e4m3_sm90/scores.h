@@ -92,9 +92,12 @@ struct E4m3Scores {
       const float* const of_rows = shared.row_scales + warp * 16 + lane / 4;
       const float scale[2] = {of_rows[0], of_rows[8]};
       float factor[1][2];
+      const u32 message = use + place.units_before;
+      const bool is_free = shared.message_ring.is_empty(message);
       const bool moved = raise(softmax, scores, steps, scale, factor);
       exponentiate(softmax, scores, steps, scale);
-      hand_over(scores, factor, moved, use + place.units_before);
+      if (__any_sync(0xffffffff, !is_free)) shared.message_ring.wait_empty(message);
+      hand_over(scores, factor, moved, message);
     }
   }
 
@@ -140,9 +143,9 @@ struct E4m3Scores {
     }
   }
   FP_DEVICE Operands operands_of(u32 slot) const {
-    const ptx::Matrix terms = matrix_at(shared.query), keys = matrix_at(shared.blocks[slot]);
+    const ptx::Matrix terms = matrix_of_cta(shared.query), keys = matrix_at(shared.blocks[slot]);
     if constexpr (Shared::tail_panels == 0) return {terms, keys, terms, keys};
-    return {terms, keys, matrix_at(shared.query[2 * Shared::panels * panel_bytes]), matrix_at(shared.tails[slot])};
+    return {terms, keys, matrix_of_cta(shared.query[2 * Shared::panels * panel_bytes]), matrix_at(shared.tails[slot])};
   }
   // Multiplies both terms of Q by the same keys: four steps each.
   FP_DEVICE static void issue_group(Scores& products, const Operands& operands, int group) {
@@ -233,7 +236,6 @@ struct E4m3Scores {
   FP_DEVICE void hand_over(const Scores& scores, const float (&factor)[1][2], bool moved, u32 message) const {
     u32 probabilities[tokens / 16][4];
     pack_probabilities<Half>(scores, probabilities);
-    shared.message_ring.wait_empty(message);
     const u32 slot = shared.message_ring.slot(message);
     const u32 to = ptx::shared_address(shared.weights[slot]);
 #pragma unroll

@@ -27,9 +27,11 @@ struct WideScores {
   static constexpr int held_tail = is_pair ? Shared::tail_panels : 0;
   static constexpr int held_panels = is_pair ? held_tail + Shared::quarter_panels : 0, none_held = -1;
 
-  // Where the operands of scores are in shared memory; a product adds an offset. Only a pair has passing columns.
-  struct Operands {
-    ptx::Matrix kept, query_of_kept, tail, query, passing = query, query_of_passing = query;
+  // The operands of a block's first products, and what differs from block to block: found while the products of the
+  // block before run, so that nothing is left to do between its probabilities and these products.
+  struct Keys {
+    ptx::Matrix kept, query_of_kept, tail;
+    bool have_arrived;  // those of the first kept quarter; false: ask again
   };
 
   u32 held[max_of(held_panels * 4, 1)][4];
@@ -38,7 +40,17 @@ struct WideScores {
   int thread = threadIdx.x % 128;  // of the warpgroup
   int warp = thread / 32, lane = threadIdx.x % 32;
 
-  FP_DEVICE WideScores(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
+  // Where this lane writes to the other CTA of a pair. Found once and opaque: the compiler would hold an address for
+  // each step, and then reuse registers that asynchronous stores have not read yet, for which it waits.
+  u32 peer_probabilities = 0, peer_factors = 0, peer_received = 0;
+
+  FP_DEVICE WideScores(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {
+    if constexpr (is_pair) {
+      peer_probabilities = ptx::opaque(at_peer(&shared.probabilities[1][0][thread]));
+      peer_factors = ptx::opaque(at_peer(&shared.factors[1][thread]));
+      peer_received = ptx::opaque(at_peer(&shared.received[warp]));
+    }
+  }
 
   FP_DEVICE void run() {
     if (threadIdx.x == first_thread) stamp<Traits>(params, Stamp::start);
@@ -69,6 +81,9 @@ struct WideScores {
     u32 use, end;                      // blocks before this one, and before the next unit
     u32 first_unmasked, num_unmasked;  // blocks of which all rows see all tokens
     float scale;
+    u32 units_before;
+
+    FP_DEVICE u32 message() const { return use + units_before; }  // as Shared::message, of this block
   };
   FP_DEVICE BlockRange range_of(const WidePlace& place) const {
     const Unit& unit = place.place.unit;
@@ -77,19 +92,25 @@ struct WideScores {
     const int end = max_of(unit.all_end - place.first_token, 0) / tokens;
     const u32 num_unmasked = scales_first<Traits>(place.scale) ? 0 : max_of(end - begin, 0);
     const float scale = softmax_scale_of<Traits>(place.scale, {});
-    return {use, use + place.blocks, use + begin, num_unmasked, scale};
+    return {use, use + place.blocks, use + begin, num_unmasked, scale, place.units_before};
   }
   // The loop has its exit in the middle, because otherwise the compiler waits for the scores that are in flight at its
   // end.
   FP_DEVICE void score_blocks(const WidePlace& place, Softmax& softmax) {
     Scores scores;
     BlockRange range = range_of(place);
-    issue_products(scores, range.use);
+    issue_products(scores, range.use, keys_of(range.use));
 #pragma unroll 1
     for (;; ++range.use) {
+      // Blocks before the first unmasked one are large numbers here. After a vote the compiler knows that no warp
+      // diverges, and needs no instructions to join it.
+      const bool may_hide = __any_sync(0xffffffff, range.use - range.first_unmasked >= range.num_unmasked);
+      const u32 scored = ptx::opaque(ptx::shared_address(&shared.scored[Shared::scored_slot(range.use)][warp]));
       ptx::wgmma_wait<1>();
-      let_values_begin(range.use);
+      let_values_begin(scored);
       release_first_columns(range.use);
+      const Keys next = keys_of(range.use + 1);
+      const bool is_taken = ptx::mbarrier_test(ptx::shared_address(&shared.taken[warp]), taken_phase(range.message()));
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(scores[0]);
       if (threadIdx.x == first_thread) stamp_first<Traits>(params, Stamp::first_tile);
@@ -97,12 +118,12 @@ struct WideScores {
       if (is_last) release_query(place);
       release_last_columns(range.use);
       bool has_others = false;
-      if (range.use - range.first_unmasked >= range.num_unmasked)  // blocks before the first one are large numbers here
+      if (may_hide) [[unlikely]]
         has_others = prepare(scores, place, range.use);
       if constexpr (Shared::is_selected) hide_missing(scores, range.use);
-      hand_over(softmax, scores, range.scale, Shared::message(place, range.use), has_others);
+      hand_over(softmax, scores, range, has_others, is_taken);
       if (is_last) return;
-      issue_products(scores, range.use + 1);
+      issue_products(scores, range.use + 1, next);
     }
   }
   // Applies prepare_scores to a block that may need it. Returns whether the block has tokens outside of the unit.
@@ -128,8 +149,8 @@ struct WideScores {
   // Lets a pair's products of the earlier block's values begin, when those of this block's scores are almost complete.
   // Before that they would take the tensor cores and shared memory from these scores, for whose probabilities the other
   // CTA waits, too.
-  FP_DEVICE void let_values_begin(u32 use) const {
-    if constexpr (is_pair) ptx::mbarrier_arrive(ptx::shared_address(&shared.scored[Shared::slot(use)][warp]));
+  FP_DEVICE static void let_values_begin(u32 scored) {
+    if constexpr (is_pair) ptx::mbarrier_arrive(scored);
   }
   // Columns that are needed for scores alone are released when their products are complete: in a pair the tail and the
   // first passing quarter before the second one. A CTA without a partner has the tail alone.
@@ -166,61 +187,63 @@ struct WideScores {
 
   // Issues scores = Q K^T in two groups. When the first one is complete, a pair releases its columns, and its products
   // of values may begin. Columns come in the order in which their memory is free.
-  FP_DEVICE void issue_products(Scores& scores, u32 use) const {
-    const Operands operands = operands_of(use);
+  FP_DEVICE void issue_products(Scores& scores, u32 use, const Keys& keys) const {
     if constexpr (is_pair) {
-      issue_kept<0, held_tail>(scores, operands, use, false);
-      issue_kept<1>(scores, operands, use, true);
-      issue_tail<0>(scores, operands, use, true);
-      issue_passing<0>(scores, operands, use);
+      issue_kept<0, held_tail>(scores, keys, use, false);
+      issue_kept<1>(scores, keys, use, true);
+      issue_tail<0>(scores, keys, use, true);
+      issue_passing<0>(scores, use);
       ptx::wgmma_commit();
-      issue_passing<1>(scores, operands, use);
+      issue_passing<1>(scores, use);
     } else {
-      issue_tail<none_held>(scores, operands, use, false);
-      issue_kept<0>(scores, operands, use, Shared::tail_panels > 0);
-      issue_kept<1>(scores, operands, use, true);
-      issue_kept<2>(scores, operands, use, true);
+      issue_tail<none_held>(scores, keys, use, false);
+      issue_kept<0>(scores, keys, use, Shared::tail_panels > 0);
+      issue_kept<1>(scores, keys, use, true);
+      issue_kept<2>(scores, keys, use, true);
       ptx::wgmma_commit();
-      issue_kept<3>(scores, operands, use, true);
+      issue_kept<3>(scores, keys, use, true);
     }
     ptx::wgmma_commit();
   }
-  // Found together, because each takes a shuffle.
-  FP_DEVICE Operands operands_of(u32 use) const {
+  FP_DEVICE Keys keys_of(u32 use) const {
+    const WideQuarter first = shared.kept_quarter(0, use);
+    const bool have_arrived = is_pair && ptx::mbarrier_test(ptx::shared_address(first.full), first.phase);
     const ptx::Matrix kept = matrix_at(shared.kept_values[Shared::slot(use)]);
-    const ptx::Matrix tail = matrix_at(shared.tails[Shared::tail_slot(use)]), query = matrix_at(shared.query);
-    if constexpr (!is_pair) return {kept, query, tail, query};
-    const auto query_of = [&](const WideQuarter& quarter) {
-      return matrix_at(shared.query[quarter.first_panel * Tile::panel_bytes]);
-    };
-    const ptx::Matrix of_kept = query_of(shared.kept_quarter(0, use));
-    return {kept, of_kept, tail, query, matrix_at(shared.passing_values), query_of(shared.passing_quarter(0, use))};
+    const ptx::Matrix query = query_at(first.first_panel);
+    if constexpr (is_pair || Shared::tail_panels == 0) return {kept, query, kept, have_arrived};
+    return {kept, query, matrix_at(shared.tails[Shared::tail_slot(use)]), have_arrived};
+  }
+  FP_DEVICE ptx::Matrix query_at(int panel) const {
+    return matrix_of_cta(shared.query).moved_by(panel * Tile::panel_bytes);
   }
   template <int held_at>
-  FP_DEVICE void issue_tail(Scores& scores, const Operands& operands, u32 use, bool accumulate) const {
-    constexpr int query_byte = Shared::value_panels * Tile::panel_bytes;
-    if constexpr (Shared::tail_panels > 0)
-      issue_panels<Shared::tail_panels, held_at>(scores, shared.tail_of(use), operands.tail, 0, operands.query,
-                                                 query_byte, accumulate);
+  FP_DEVICE void issue_tail(Scores& scores, const Keys& keys, u32 use, bool accumulate) const {
+    if constexpr (Shared::tail_panels > 0) {
+      const ptx::Matrix tail = is_pair ? matrix_of_cta(shared.tails[0]) : keys.tail;
+      issue_panels<Shared::tail_panels, held_at>(scores, shared.tail_of(use), tail, 0, query_at(Shared::value_panels),
+                                                 0, accumulate);
+    }
   }
   template <int i, int held_at = none_held>
-  FP_DEVICE void issue_kept(Scores& scores, const Operands& operands, u32 use, bool accumulate) const {
+  FP_DEVICE void issue_kept(Scores& scores, const Keys& keys, u32 use, bool accumulate) const {
     constexpr int byte = i * Shared::quarter_bytes;
     constexpr int query_byte = is_pair ? byte : Shared::panel_of_quarter(i) * Tile::panel_bytes;
-    issue_panels<Shared::quarter_panels, held_at>(scores, shared.kept_quarter(i, use), operands.kept, byte,
-                                                  operands.query_of_kept, query_byte, accumulate);
+    issue_panels<Shared::quarter_panels, held_at>(scores, shared.kept_quarter(i, use), keys.kept, byte,
+                                                  keys.query_of_kept, query_byte, accumulate,
+                                                  i == 0 && keys.have_arrived);
   }
   template <int i>
-  FP_DEVICE void issue_passing(Scores& scores, const Operands& operands, u32 use) const {
-    constexpr int byte = i * Shared::quarter_bytes;
-    issue_panels<Shared::quarter_panels, none_held>(scores, shared.passing_quarter(i, use), operands.passing, byte,
-                                                    operands.query_of_passing, byte, true);
+  FP_DEVICE void issue_passing(Scores& scores, u32 use) const {
+    const WideQuarter at = shared.passing_quarter(i, use);
+    issue_panels<Shared::quarter_panels, none_held>(scores, at, matrix_of_cta(shared.passing_values[i]), 0,
+                                                    query_at(at.first_panel), 0, true);
   }
   // `held_at`: where Q's panels are among those that are held.
   template <int panels, int held_at>
   FP_DEVICE void issue_panels(Scores& scores, const WideQuarter& at, const ptx::Matrix& keys, int key_byte,
-                              const ptx::Matrix& query, int query_byte, bool accumulate) const {
-    ptx::mbarrier_wait(ptx::shared_address(at.full), at.phase);
+                              const ptx::Matrix& query, int query_byte, bool accumulate,
+                              bool have_arrived = false) const {
+    if (!have_arrived) ptx::mbarrier_wait(ptx::shared_address(at.full), at.phase);
     ptx::wgmma_fence();  // after a wait the compiler would insert one, and serialise products
 #pragma unroll
     for (int step = 0; step < panels * 4; ++step) {
@@ -237,19 +260,26 @@ struct WideScores {
   // Maxima always move: values are multiplied while the next block's products of scores run. Probabilities are passed
   // on by 16 tokens, so that few registers hold packed ones, and the first ones are computed before the wait for
   // readers.
-  FP_DEVICE void hand_over(Softmax& softmax, Scores& scores, float scale, u32 message, bool has_others) const {
-    float factor[1][2];
-    if (!softmax.raise(scores, scale, factor, 0.f)) factor[0][0] = factor[0][1] = 1.f;
+  FP_DEVICE void hand_over(Softmax& softmax, Scores& scores, const BlockRange& range, bool has_others,
+                           bool is_taken) const {
+    const float scale = range.scale;
+    float top[1][2], factor[1][2] = {{1.f, 1.f}};
+    // Readers have mostly taken the last message by now, so that one vote is enough for both questions.
+    const bool outgrown = softmax.outgrows(scores, scale, 0.f, top);
+    if (__any_sync(0xffffffff, outgrown || !is_taken)) {
+      if (!is_taken) wait_until_taken(range.message());
+      if (__any_sync(0xffffffff, outgrown)) softmax.move_to(top, scale, factor);
+    }
+    pass(make_float2(Shared::marked(factor[0][0], has_others), Shared::marked(factor[0][1], has_others)));
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
       float (&of_step)[1][2][4] = *reinterpret_cast<float (*)[1][2][4]>(scores[0][2 * step]);
       softmax.exponentiate(of_step, scale);
       u32 probabilities[1][4];
       pack_probabilities<typename Traits::Cache>(of_step, probabilities);
-      if (step == 0) wait_until_taken(message);
       send(step, probabilities[0]);
     }
-    pass(make_float2(Shared::marked(factor[0][0], has_others), Shared::marked(factor[0][1], has_others)));
+    end_message();
   }
   // Writes the probabilities of 16 tokens for this CTA and, in a pair, for the other one.
   FP_DEVICE void send(int step, const u32 (&words)[4]) const {
@@ -257,23 +287,22 @@ struct WideScores {
     if constexpr (is_pair) {
       const float4 same = make_float4(__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
                                       __uint_as_float(words[3]));
-      ptx::store_async(at_peer(&shared.probabilities[1][step][thread]), same, at_peer(&shared.received[warp]));
+      ptx::store_async(peer_probabilities + step * static_cast<u32>(sizeof(shared.probabilities[1][0])), same,
+                       peer_received);
     }
   }
   // Readers have written nothing for this warp, so that a wait of one CTA's scope is enough.
   FP_DEVICE void wait_until_taken(u32 message) const {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.taken[warp]), (message & 1) ^ 1);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.taken[warp]), taken_phase(message));
   }
-  // Passes the factors, or sums, of a lane's two rows to both CTAs. This ends a message.
+  FP_DEVICE static u32 taken_phase(u32 message) { return (message & 1) ^ 1; }
+  // Passes the factors, or sums, of a lane's two rows to both CTAs. All lanes of a row write, each to its own place:
+  // there is no asynchronous store with a predicate, and a branch takes longer.
   FP_DEVICE void pass(const float2& of_rows) const {
-    const int place = warp * 8 + lane / 4;
-    if (lane % 4 == 0) {
-      shared.factors[0][place] = of_rows;
-      if constexpr (is_pair)
-        ptx::store_async(at_peer(&shared.factors[1][place]), of_rows, at_peer(&shared.received[warp]));
-    }
-    ptx::mbarrier_arrive(ptx::shared_address(&shared.handed_over[warp]));
+    shared.factors[0][thread] = of_rows;
+    if constexpr (is_pair) ptx::store_async(peer_factors, of_rows, peer_received);
   }
+  FP_DEVICE void end_message() const { ptx::mbarrier_arrive(ptx::shared_address(&shared.handed_over[warp])); }
   FP_DEVICE static u32 at_peer(const auto* here) {
     return ptx::peer_address(ptx::shared_address(here), ptx::cluster_rank() ^ 1);
   }
@@ -291,6 +320,7 @@ struct WideScores {
     }
     wait_until_taken(Shared::message(place, place.use(place.blocks)));
     pass(make_float2(totals[0], totals[1]));
+    end_message();
   }
 
   FP_DEVICE WarpRows rows_of(const WidePlace& place) const {

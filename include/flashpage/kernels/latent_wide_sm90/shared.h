@@ -34,6 +34,9 @@ struct WideShared {
   static constexpr bool is_cluster = Traits::ctas > 1;
   static constexpr bool is_pair = is_cluster && !converts;  // two CTAs share the values of both
   static constexpr int places_ahead = 2;
+  // Barriers at which a block's scores are announced, used in turn. At a unit's end a warpgroup of values may not yet
+  // have waited for those of any block that is kept.
+  static constexpr int scored_slots = 4;
   static constexpr bool has_boxes = Traits::loader == Loader::boxes;
   // Lists of tokens may have gaps.
   static constexpr bool is_selected = reads_lists<Traits::kv_source>;
@@ -55,6 +58,7 @@ struct WideShared {
   // Quarters whose values this CTA multiplies, and those that it needs for scores alone.
   static constexpr int kept = is_pair ? 2 : 4, passing = 4 - kept;
   static constexpr int kept_blocks = is_pair ? 3 : 2, tail_slots = is_pair ? 1 : 2;
+  static_assert(scored_slots >= kept_blocks, "a warpgroup of values would wait for a phase that is over");
   static constexpr int readers = is_pair ? 2 : 1;     // warpgroups of values that read a kept quarter
   static constexpr int messengers = is_pair ? 2 : 1;  // CTAs whose probabilities arrive here
   // Registers of a thread. Pairs hold a part of Q, and warps that load single rows have their addresses.
@@ -64,18 +68,19 @@ struct WideShared {
   // A warpgroup that takes more registers than are left waits for ever.
   static_assert(loading_registers + scoring_registers + 2 * value_registers <= 4 * WideRoles::first_registers);
   static constexpr int pieces_ahead = 9;  // of 16 bytes, of each lane of a converting warp: a pass
-  // What a warp passes on in one message.
-  static constexpr int probability_bytes = 16 * tokens * 2, factor_bytes = 16 * 4;
+  // What a warp passes on in one message: probabilities of 16 rows, and a float2 of each lane.
+  static constexpr int probability_bytes = 16 * tokens * 2, factor_bytes = 32 * 8;
 
   alignas(1024) u8 query[Tile::tile_bytes];
   alignas(1024) u8 kept_values[kept_blocks][kept][quarter_bytes];
   alignas(1024) u8 passing_values[max_of(passing, 1)][passing > 0 ? quarter_bytes : 16];
   alignas(1024) u8 tails[tail_slots][tail_panels > 0 ? Tile::panel_bytes : 16];
   // Messages of the scoring warps of this CTA, and of the other one: a block's probabilities, and the factors of
-  // earlier values; at a unit's end its sums. A lane's two rows have a float2 of factors or sums.
+  // earlier values; at a unit's end its sums. Each lane has a float2 of factors or sums, of its two rows.
   alignas(128) uint4 probabilities[messengers][tokens / 16][32 * WideRoles::group];
-  float2 factors[messengers][8 * WideRoles::group];
-  alignas(16) u8 arriving[converts ? pieces_ahead : 1][converts ? loaders : 1][32][16];  // before it is converted
+  float2 factors[messengers][32 * WideRoles::group];
+  alignas(16) u8
+      arriving[converts ? pieces_ahead : 1][converts ? loaders : 1][converts ? 32 : 1][16];  // before it is converted
   alignas(16) u8 present[is_selected ? kept_blocks : 1][row_groups];  // a bit for each of a group's tokens
   WidePlace places[places_ahead];
   PlaceCursor cursor;
@@ -85,8 +90,8 @@ struct WideShared {
   u64 kept_copied[copies_rows ? kept_blocks : 1][kept], tail_copied[copies_rows ? tail_slots : 1];
   // Of warps with the same rows: messages of this CTA, and of the other one; and both readers of this CTA's.
   u64 handed_over[WideRoles::group], received[WideRoles::group], taken[WideRoles::group];
-  u64 scored[kept_blocks][WideRoles::group];  // in a pair: a block's products of scores, but for the last few
-  u64 cleared[2];                             // a warpgroup of values
+  u64 scored[scored_slots][WideRoles::group];  // in a pair: a block's products of scores, but for the last few
+  u64 cleared[2];                              // a warpgroup of values
   SlotRing<places_ahead> place_ring;
   SlotRing<1> query_ring;
 
@@ -124,6 +129,8 @@ struct WideShared {
   // `use` counts the blocks of all units.
   FP_DEVICE static u32 slot(u32 use) { return use % kept_blocks; }
   FP_DEVICE static u32 kept_phase(u32 use) { return use / kept_blocks & 1; }
+  FP_DEVICE static u32 scored_slot(u32 use) { return use % scored_slots; }
+  FP_DEVICE static u32 scored_phase(u32 use) { return use / scored_slots & 1; }
   FP_DEVICE static u32 tail_slot(u32 use) { return use % tail_slots; }
   FP_DEVICE static u32 tail_phase(u32 use) { return use / tail_slots & 1; }
   // The messages before this block's: one a block, and one a unit.

@@ -83,7 +83,8 @@ struct WideValues {
   }
   // Waits until a block's products of scores are almost complete.
   FP_DEVICE void wait_for_scores(u32 use) const {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.scored[Shared::slot(use)][warp()]), Shared::kept_phase(use));
+    ptx::mbarrier_wait(ptx::shared_address(&shared.scored[Shared::scored_slot(use)][warp()]),
+                       Shared::scored_phase(use));
   }
   // Issues values += P V for a quarter of V's columns.
   template <int i>
@@ -106,7 +107,7 @@ struct WideValues {
       probabilities[step][3] = words.w;
     }
   }
-  FP_DEVICE float2 read_factors() const { return shared.factors[whose()][warp() * 8 + lane() / 4]; }
+  FP_DEVICE float2 read_factors() const { return shared.factors[whose()][thread()]; }
   // Multiplies earlier values as a block's maxima moved, and clears the block's tokens outside of the unit, which
   // single rows have loaded as zeros. No product is in flight.
   FP_DEVICE void rescale_and_clear(const WidePlace& place, Values& values, const float2& factors, u32 use) {

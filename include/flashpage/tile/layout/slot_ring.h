@@ -27,6 +27,9 @@ struct SlotRing {
   FP_DEVICE void wait_empty(u32 use) const {
     ptx::mbarrier_wait(ptx::shared_address(&empty[slot(use)]), (use / slots & 1) ^ 1);
   }
+  FP_DEVICE bool is_empty(u32 use) const {
+    return ptx::mbarrier_test(ptx::shared_address(&empty[slot(use)]), (use / slots & 1) ^ 1);
+  }
   FP_DEVICE void release(u32 use) const { ptx::mbarrier_arrive(ptx::shared_address(&empty[slot(use)])); }
   // Releases the slot to the loading warps of the cluster's CTA `rank`.
   FP_DEVICE void release_to(u32 use, u32 rank) const {

@@ -46,7 +46,18 @@ struct SoftmaxState {
   template <int token_tiles>
   FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], auto scale, float (&factor)[row_tiles][2],
                        float headroom = 8.f) {
-    float top[row_tiles][2];  // of this lane's scores: no exchange is needed to find that nothing moves
+    float top[row_tiles][2];
+    const bool outgrown = outgrows(scores, scale, headroom, top);
+    if (!__any_sync(0xffffffff, outgrown)) return false;
+    move_to(top, scale, factor);
+    return true;
+  }
+
+  // Whether a score of this lane exceeds its row's maximum by 2^headroom: no exchange is needed to find that nothing
+  // moves. `top`: maxima of this lane's scores.
+  template <int token_tiles>
+  FP_DEVICE bool outgrows(const float (&scores)[row_tiles][token_tiles][4], auto scale, float headroom,
+                          float (&top)[row_tiles][2]) const {
     bool outgrown = false;
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
@@ -55,9 +66,7 @@ struct SoftmaxState {
         top[m][half] = lane_maximum(scores[m], half);
         outgrown = outgrown || top[m][half] * scale_of(scale, half) > maximum[m][half] + headroom;
       }
-    if (!__any_sync(0xffffffff, outgrown)) return false;
-    move_to(top, scale, factor);
-    return true;
+    return outgrown;
   }
 
   // As raise, but the maximum always moves.

@@ -25,6 +25,8 @@ struct Matrix {
   u32 address, next_panel;
 
   Matrix(u32 address, u32 next_panel) : address(address), next_panel(next_panel) {}
+  static Matrix of_cta(u32 address) { return {address, 0}; }
+  Matrix moved_by(u32 bytes) const { return {address + bytes, next_panel}; }
   u64 at(u32 bytes) const { return static_cast<u64>(next_panel) << 32 | (address + bytes); }
 };
 
