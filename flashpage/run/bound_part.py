@@ -87,11 +87,7 @@ class BoundPart:
         self.boxes = found if has_boxes else None
 
     def _bind_row_boxes(self, found: native.KvBoxes, *, has_out: bool, may_divide: bool = False) -> None:
-        """Makes tensor maps of q and out if they can have one; sets rows of their boxes in `params`.
-
-        Boxes of q also bring rows of the next request, whose scores may move the maxima of a warp, and so round a
-        request's probabilities otherwise. Plans whose results do not depend on the batch load q by rows.
-        """
+        """Makes tensor maps of q and out if they can have one; sets rows of their boxes in `params`."""
         options, params = self._options, self.params
         form_of = functools.partial(tensor_maps.rows_form, group_size=options.group_size, unit_rows=params.cta_rows)
         form = form_of(
@@ -100,7 +96,7 @@ class BoundPart:
             strides=(params.q_row_stride, params.q_head_stride),
             may_divide=may_divide,
         )
-        if form is not None and not options.is_batch_invariant:
+        if form is not None:
             found.q, params.query_box_rows = form, form.box[2]
         form = form_of(
             *(options.num_q_heads, options.head_dim_vo),

@@ -200,7 +200,8 @@ RARE = {
     "latent-256-64",
     "latent-128-48",
 }  # builds for sizes of rows, whose paths others take too
-assert {case.name for _, case in ROWS} >= RARE
+WITH_NEIGHBOURS = {"latent-v32-40", "latent-few-v32", "latent-few-mtp", "latent-rows-2"}
+assert {case.name for _, case in ROWS} >= RARE | WITH_NEIGHBOURS
 by_rows = pytest.mark.parametrize(
     ("kernel", "case"),
     [pytest.param(*row, marks=pytest.mark.rare if row[1].name in RARE else ()) for row in ROWS],
@@ -242,6 +243,19 @@ def test_values_may_be_late_at_the_end_of_a_unit(monkeypatch: pytest.MonkeyPatch
     """With this seed a warpgroup of values of a pair sleeps there, while scores go on by two blocks."""
     monkeypatch.setenv("FLASHPAGE_HOST_SEED", "3")
     compare(WIDE, next(case for kernel, case in ROWS if kernel is WIDE and case.name == "latent-edges"), 48)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"), [row for row in ROWS if len(row[1].q_lens) > 1 and row[1].name in WITH_NEIGHBOURS], ids=lambda value: value.name
+)
+def test_bits_do_not_depend_on_queries_of_the_next_request(kernel: AttentionKernel, case: Case) -> None:
+    """Boxes of q bring them into the same tile."""
+    inputs = make_inputs(case)
+    large = dataclasses.replace(inputs, q=[inputs.q[0], *(q * 40 for q in inputs.q[1:])])
+    (out, lse, _), (found, found_lse, _) = run(kernel, case, inputs, 0), run(kernel, case, large, 0)
+    own = len(inputs.q[0])
+    assert not torch.equal(out, found)
+    assert torch.equal(out[:own], found[:own]) and torch.equal(lse[:own], found_lse[:own])
 
 
 @pytest.mark.parametrize(("kernel", "heads", "page_size"), [(WIDE, 64, 1), (WIDE, 64, 64), (WIDE, 128, 64)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import dataclasses
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -317,3 +318,20 @@ def test_the_kernel_on_the_host(case: Case, kernels: None) -> None:
         assert (error <= allowed.element).all()
         assert (error.norm(dim=-1) <= allowed.row).all()
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
+
+
+WITH_NEIGHBOURS = {f"host-{name}" for name in ("halves", "halves-group-5", "short-192-128", "o8")}
+NEIGHBOURS = [case for case in CASES if case.name in WITH_NEIGHBOURS]
+assert len(NEIGHBOURS) == len(WITH_NEIGHBOURS)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in NEIGHBOURS], ids=str)
+def test_bits_do_not_depend_on_queries_of_the_next_request(case: Case, kernels: None) -> None:
+    """Boxes of q bring them into the same tile."""
+    inputs = make_inputs(case)
+    large = dataclasses.replace(inputs, q=[inputs.q[0], *(q * 40 for q in inputs.q[1:])])
+    out, lse, _ = run(case, inputs)
+    found, found_lse, _ = run(case, large)
+    own = len(inputs.q[0])
+    assert not torch.equal(out, found)
+    assert torch.equal(out[:own], found[:own]) and torch.equal(lse[:own], found_lse[:own])

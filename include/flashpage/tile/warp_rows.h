@@ -13,8 +13,10 @@ struct WarpRows {
   int first_row;  // of the warp, in the unit
   int lane;
 
+  FP_DEVICE int number(int m, int half) const { return first_row + m * 16 + half * 8 + lane / 4; }  // in the unit
+  FP_DEVICE bool exists(int m, int half) const { return number(m, half) < unit.num_rows; }
   // A packed row of the lane; the unit's last row if that row does not exist.
-  FP_DEVICE i32 packed_row(int m, int half) const { return clamped(first_row + m * 16 + half * 8 + lane / 4); }
+  FP_DEVICE i32 packed_row(int m, int half) const { return clamped(number(m, half)); }
   FP_DEVICE PackedRow row(int m, int half) const { return unpack_row(params, unit.kv_head, packed_row(m, half)); }
   FP_DEVICE TokenRange visible(const PackedRow& row) const {
     return visible_range(params, item, query_position(item, row.row));

@@ -10,6 +10,7 @@
 #include "flashpage/ptx/stmatrix.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/softmax/absent_rows.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/trace.h"
 
@@ -64,6 +65,7 @@ struct E4m3Scores {
         begin_with_sinks(softmax, rows_of(place));
         lower(softmax);
       }
+      ignore_absent_rows(softmax, rows_of(place));
       if (place.blocks > 0) score_blocks(place, softmax);
       shared.query_ring.release(place.units_before);
       finish(place, softmax);

@@ -49,6 +49,7 @@ struct E4m3TokenScores {
       state.clear();
       if (params.sinks && place.place.item.piece == 0)
         state.begin_with_sinks(params, place.place.unit, warp, lane, Shared::least_exponent);
+      state.ignore_absent_rows(place.place.unit.num_rows, lane);
       score_blocks(place, state);
       shared.query_ring.release(place.units_before);
       finish(place, state);

@@ -59,6 +59,7 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
     SoftmaxState<1> state;
     state.clear();
     if (params.sinks) begin_with_sinks(state, rules.rows);
+    ignore_absent_rows(state, rules.rows);
     rules.apply(scores, tiles);
     Probabilities<Traits, tokens / 8> probabilities;
     Softmax::begin(state, scores, probabilities, rules.softmax_scale);

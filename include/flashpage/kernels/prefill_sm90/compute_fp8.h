@@ -68,6 +68,7 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
       begin_with_sinks(state, rules.rows);
       state.lift_sums();
     }
+    ignore_absent_rows(state, rules.rows);
     u32 probabilities[steps][4];
     float exponents[max_of(later, 1) * 4][4];
     Unit unit{tiles, rules, values, factor, sum_factor, left, state, probabilities, exponents};

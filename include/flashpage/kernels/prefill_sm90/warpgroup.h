@@ -6,6 +6,7 @@
 #include "flashpage/kernels/prefill_sm90/pipeline.h"
 #include "flashpage/kernels/prefill_sm90/scores.h"
 #include "flashpage/ptx/wgmma.h"
+#include "flashpage/tile/softmax/absent_rows.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/trace.h"
 

@@ -54,6 +54,15 @@ struct ColumnState {
       }
   }
 
+  // As the function of this name (tile/softmax/absent_rows.h).
+  FP_DEVICE void ignore_absent_rows(int num_rows, int lane) {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (n * 8 + lane % 4 * 2 + e >= num_rows) maximum[n][e] = -ptx::negative_infinity();
+  }
+
   // Raises the maxima if a score of the team exceeds one of them by 2^(above + headroom), and returns whether it did;
   // values must then be multiplied by `factor`. A maximum is the largest score less `above`. `top`: memory of the
   // team's warps, [warp][row]. `vote(outgrown)` returns whether any thread of the team has outgrown, and is a barrier
