@@ -220,7 +220,7 @@ class Binding:
                 )
 
     def refresh(self, planner: Planner) -> None:
-        """Switches to the newest plan."""
+        """Switches to the newest plan. The caller sets `generation` once nothing about the run can be refused."""
         option_plan, batch = self.option_plan, planner.batch
         parts, options = self._parts(), option_plan.options
         self.requests = batch.requests if batch.capacity is None else batch.capacity.batch
@@ -250,7 +250,6 @@ class Binding:
             self.traced = trace(options, self.values.logits_soft_cap, self.device)
             fill_variant(self.variant, self.traced)
         self._list_launches(parts, planner.generation)
-        self.generation = planner.generation
 
     def _list_launches(self, parts: tuple[Part, ...], generation: int) -> None:
         option_plan, launches, prepared = self.option_plan, self.launches, parts[0].prepared

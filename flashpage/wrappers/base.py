@@ -360,6 +360,7 @@ class Attention(Unique):
             bound.refresh(self.session)
         if bound.most_cache_bytes < ANY_BYTES:
             bound.check_span(tensors.cache)
+        bound.generation = self.session.generation  # from here on C may run these tensors without another check
         if self.recorder is not None:
             self.recorder.record(bound)
         bound.signature = signature
