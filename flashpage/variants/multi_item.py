@@ -54,7 +54,7 @@ class MultiItemMask:
         self.device, self._most_requests = device, most_requests
         self._to_copy: dict[str, torch.Tensor] = {}
         self._memory: dict[str, GrowingMemory] = {}  # without graphs
-        self.given = NO_ITEMS
+        self.given = self._next = NO_ITEMS  # of the last plan that succeeded, and of the one being made
         self.variant: Variant | None = None
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
 
@@ -79,7 +79,6 @@ class MultiItemMask:
             "prefix_len": prefix_len.to(self.device).to(torch.int32),
             "token_pos": token_pos.to(self.device).to(torch.int32).view(batch, token_pos_len),
         }
-        self._to_copy = tensors
         if self._most_requests is None:
             places = {name: self._place(name, tensor) for name, tensor in tensors.items()}
         elif self.variant is None:
@@ -94,7 +93,7 @@ class MultiItemMask:
             )
         if self.variant is None:
             self.variant = Variant(mask=_MASK, tensors=places, scalars={"max_token_pos": token_pos_len - 1})
-        self.given = given
+        self._next, self._to_copy = given, tensors
         return self.variant
 
     def _place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +103,7 @@ class MultiItemMask:
         return self._memory[name].at_least(tensor.numel())[: tensor.numel()].view(tensor.shape)
 
     def copy(self) -> None:
-        """Copies the current batch's numbers to the memory that launches read."""
+        """Copies the numbers of the batch that was planned to the memory that launches read."""
         variant = self.variant
         if variant is None or not self._to_copy:
             return
@@ -118,7 +117,7 @@ class MultiItemMask:
                 memory[:, tensor.shape[1] :] = tensor[:, -1:]
             else:
                 memory.copy_(tensor)
-        self._to_copy = {}
+        self.given, self._to_copy = self._next, {}
 
     def _check_longest(self, max_item_len: Any, token_pos: torch.Tensor, batch: int) -> None:
         """Checks on the device, which waits; only if FLASHPAGE_CHECK_INDICES is on."""
