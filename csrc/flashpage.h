@@ -331,8 +331,8 @@ struct fp_bound_run {
   fp_run_args* args;
   fp_bound_part parts[2];
   int32_t num_parts;
-  int64_t v_offset;        // bytes from K to V if the cache is one tensor
-  int64_t alignment_mask;  // addresses must have none of these bits
+  int64_t v_offset;            // bytes from K to V if the cache is one tensor
+  int64_t alignment_masks[4];  // addresses of q, K, V and out must have none of these bits
   fp_tensor_form q, k, v, out, lse;
   // The last columns of q's rows, if another tensor has them; dims -1: q has all. Kernels read all columns from q's
   // address, so that a tail may only be bound where it continues q's rows (flashpage/wrappers/latent_attention.py).

@@ -139,8 +139,10 @@ bool point(const Arguments& given) {
     lse = address(given.lse, run.lse);
     if (lse == nullptr) return false;
   }
-  const auto bits = [](char* pointer) { return reinterpret_cast<intptr_t>(pointer); };
-  if (v == nullptr || ((bits(q) | bits(k) | bits(v) | bits(out)) & run.alignment_mask) != 0) return false;
+  const auto is_off = [&](const char* pointer, int i) {
+    return (reinterpret_cast<intptr_t>(pointer) & run.alignment_masks[i]) != 0;
+  };
+  if (v == nullptr || is_off(q, 0) || is_off(k, 1) || is_off(v, 2) || is_off(out, 3)) return false;
   char* scales[2] = {};
   if (!scale_addresses(given, scales) || writes_what_it_reads(run, q, k, v, scales, out, lse)) return false;
   fp_point(&run, q, k, v, out, lse);

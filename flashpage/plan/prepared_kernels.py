@@ -109,7 +109,7 @@ class PreparedKernels:
         if spec is None:
             raise RunError(
                 f"{self.choice.spec.kernel} reads rows that start on 16 bytes, and those of this cache do not: pass K "
-                "and V whose strides are multiples of 16 bytes, such as a copy by .contiguous()."
+                "and V that start on 16 bytes and whose strides are multiples of it, such as copies by .clone()."
             )
         if spec == self.choice.spec:
             return self

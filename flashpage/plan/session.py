@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import jit, native
-from ..base.errors import PlanError, RunError
+from ..base.errors import FlashpageError, PlanError, RunError
 from ..base.memory import allocate, is_capturing
 from ..kernels.options import OptionOverride, Options
 from ..kernels.spec import KernelSpec
@@ -224,7 +224,7 @@ class Planner(OptionPlans):
                 if is_needed or other.used_at >= self._last:
                     plan(other)
                     continue
-            except PlanError:
+            except FlashpageError:  # also a kernel for these rows that is not built, or that no compiler makes
                 if is_needed:
                     raise
             self._forget([other])  # if planning failed, the next run with these options raises the error

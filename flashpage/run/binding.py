@@ -25,7 +25,7 @@ from ..plan.launches import LaunchList
 from ..plan.prepared_kernels import fill_variant, trace
 from .bound_part import BoundPart
 from .bound_scales import BoundScales
-from .checks import NO_SCALES, Scales, Tensors, scale_views, views_of
+from .checks import NO_SCALES, Scales, Tensors, scale_views, starts_of, views_of
 
 if TYPE_CHECKING:
     from ..plan.mixed_batch import Part
@@ -37,7 +37,7 @@ class Binding:
     """Structs for one signature; refreshed after every plan."""
 
     __slots__ = (
-        *("address", "alignment_mask", "args", "args_address", "bound_run", "cache_views", "option_plan", "device"),
+        *("address", "alignment_masks", "args", "args_address", "bound_run", "cache_views", "option_plan", "device"),
         *("enable_pdl", "fused_offset", "gather", "gathered", "generation", "head_dim_vo", "kv_layout"),
         *(
             "launches",
@@ -116,7 +116,7 @@ class Binding:
             strides = kv_view.rows_strides(out, "out")
         merge = self.parts[0].merge
         params.out_row_stride, params.out_head_stride = merge.out_row_stride, merge.out_head_stride = strides
-        self._bind_alignment(strides, k, v)
+        self._bind_alignment(strides, k, v, starts_of(cache))
 
     def _bind_views(self, copied: dict[str, kv_view.View], reads_q: bool = True) -> None:
         """Sets K and V as the attention kernel reads them, and chooses the structs that get the addresses of q and of
@@ -178,29 +178,33 @@ class Binding:
         copy.bind(self.gather, self.cache_views, options, params)
         params.k.data, params.v.data, params.q = copy.k, copy.v, copy.q_address
 
-    def _bind_alignment(self, out_strides: tuple[int, int], k: kv_view.View, v: kv_view.View) -> None:
+    def _bind_alignment(
+        self, out_strides: tuple[int, int], k: kv_view.View, v: kv_view.View, starts: tuple[int, int]
+    ) -> None:
+        """Finds the bytes on which the rows of each tensor must start. In formats scales may follow a row of K or V, so
+        that rows start on 8 bytes; a kernel that reads such rows reads them in both."""
         options, params = self.option_plan.options, self.params
         kernel = self.option_plan.prepared.choice.kernel.row_alignment
-        self.alignment_mask, self.on_eight = 0, False
         rows = (
             ("q", (params.q_row_stride, params.q_head_stride), options.head_dim_qk, options.q_dtype),
             ("K", k[4:], k.head_dim, options.kv_dtype),
             ("V", v[4:], v.head_dim, options.kv_dtype),
             ("out", out_strides, options.head_dim_vo, options.out_dtype),
         )
+        alignments, self.on_eight = {}, False
         for name, strides, dim, dtype in rows:
             dim = 16 if options.latent_row_format is not None and name in "KV" else dim  # which hold parts of 16 bytes
-            alignment = kv_view.row_alignment(kernel, dim, dtype.size)
-            self.alignment_mask |= alignment - 1
-            if options.has_formats and name in "KV" and any(stride % alignment for stride in strides):
-                alignment, self.on_eight = self._stored_alignment(alignment), True
-            kv_view.check_alignment(tuple(strides), dtype.size, alignment, name)
-        self.bound_run.alignment_mask = self.alignment_mask
-
-    def _stored_alignment(self, alignment: int) -> int:
-        """The alignment of rows of formats of which some do not start on `alignment` bytes: scales may follow a row."""
-        parts = self.option_plan.parts
-        return min(alignment, 8) if all(part.prepared.has_on_eight for part in parts) else alignment
+            alignments[name] = kv_view.row_alignment(kernel, dim, dtype.size)
+            if options.has_formats and name in "KV":
+                places = (*strides, starts["KV".index(name)])
+                self.on_eight |= any(place % alignments[name] for place in places)
+        if self.on_eight and all(part.prepared.has_on_eight for part in self.option_plan.parts):
+            alignments |= {name: min(8, alignments[name]) for name in "KV"}
+        for name, strides, _, dtype in rows:
+            kv_view.check_alignment(tuple(strides), dtype.size, alignments[name], name)
+        self._parts()  # refuses a cache that starts on 8 bytes if no kernel reads that
+        self.alignment_masks = tuple(alignment - 1 for alignment in alignments.values())
+        self.bound_run.alignment_masks[:] = self.alignment_masks
 
     def _parts(self) -> tuple[Part, ...]:
         parts = self.option_plan.parts
@@ -220,7 +224,7 @@ class Binding:
                 )
 
     def refresh(self, planner: Planner) -> None:
-        """Switches to the newest plan."""
+        """Switches to the newest plan. The caller sets `generation` once nothing about the run can be refused."""
         option_plan, batch = self.option_plan, planner.batch
         parts, options = self._parts(), option_plan.options
         self.requests = batch.requests if batch.capacity is None else batch.capacity.batch
@@ -250,7 +254,6 @@ class Binding:
             self.traced = trace(options, self.values.logits_soft_cap, self.device)
             fill_variant(self.variant, self.traced)
         self._list_launches(parts, planner.generation)
-        self.generation = planner.generation
 
     def _list_launches(self, parts: tuple[Part, ...], generation: int) -> None:
         option_plan, launches, prepared = self.option_plan, self.launches, parts[0].prepared
@@ -289,8 +292,7 @@ class Binding:
         else:
             k_address = tensor_memory.address(cache, "paged_kv_cache", RunError)
             v_address = k_address + self.fused_offset
-        if (q_address | k_address | v_address | out_address) & self.alignment_mask:
-            raise self._misaligned(q_address, k_address, v_address, out_address)
+        self._check_starts(q_address, k_address, v_address, out_address)
         lse_address = None if lse is None else tensor_memory.address(lse, "lse", RunError)
         native.load().fp_point(self.address, q_address, k_address, v_address, out_address, lse_address)
 
@@ -312,16 +314,13 @@ class Binding:
                 is_paged = self.option_plan.options.is_paged
                 tensor_maps.resize_cache(form, _leading(cache), is_paged, self.kv_layout)
 
-    def _misaligned(self, *addresses: int) -> RunError:
-        found = [
-            f"{name} starts at {address:#x}"
-            for name, address in zip(("q", "K", "V", "out"), addresses, strict=True)
-            if address & self.alignment_mask
-        ]
-        return RunError(
-            f"{', '.join(found)}: this kernel reads rows that start on {self.alignment_mask + 1} bytes. "
-            "Pass tensors (or views) that do, such as a clone."
-        )
+    def _check_starts(self, *addresses: int) -> None:
+        for name, address, mask in zip(("q", "K", "V", "out"), addresses, self.alignment_masks, strict=True):
+            if address & mask:
+                raise RunError(
+                    f"{name} starts at {address:#x}: this kernel reads rows that start on {mask + 1} bytes. "
+                    "Pass a tensor (or view) that does, such as a clone."
+                )
 
     def set_pdl(self, enable_pdl: bool | None) -> None:
         """Sets enable_pdl; None means True. On cards whose kernels do not wait for their predecessor (no programmatic

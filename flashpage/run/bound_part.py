@@ -54,8 +54,9 @@ class BoundPart:
         """Boxes for the kernel's loader. A dimension of one token has a separate stride (tensor_maps.box_form)."""
         wanted = prepared, gathered is not None and gathered.end > 1, views["V"].head_dim
         if wanted != self._bound_to:
-            self._bound_to = wanted
+            self._bound_to = (None, False, 0)  # if these are refused, the next run binds again
             self.bind_boxes(prepared, views)
+            self._bound_to = wanted
 
     def bind_boxes(self, prepared: PreparedKernels, views: dict[str, View]) -> None:
         """Makes tensor maps of K, V, q and out if the kernel uses them; sets tokens and rows of their boxes in

@@ -55,6 +55,7 @@ def signature_of(
         cache_parts = tuple(
             part if part is None else (part.shape, part.stride(), part.dtype, part.device) for part in cache
         )
+        cache_parts += starts_of(cache)
     else:
         cache_parts = (cache.shape, cache.stride(), cache.dtype, cache.device)
     return (
@@ -167,6 +168,12 @@ def cache_of(parts: list[torch.Tensor], options: Options) -> Any:
 
 def has_scales(cache: Any) -> bool:
     return isinstance(cache, tuple) and len(cache) == 4
+
+
+def starts_of(cache: Any) -> tuple[int, int]:
+    """Bytes from a multiple of 16 to the start of K and of V, which decide the kernel that reads them where scales may
+    follow their rows; 0 elsewhere."""
+    return (cache[0].data_ptr() % 16, cache[1].data_ptr() % 16) if has_scales(cache) else (0, 0)
 
 
 def _check_formats(cache: Any, options: Options) -> None:

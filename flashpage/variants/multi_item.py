@@ -9,7 +9,7 @@ import torch
 
 from ..base import checks, env
 from ..base.errors import PlanError
-from ..base.memory import allocate
+from ..base.memory import GrowingMemory, allocate
 from .variant import Variant
 
 # Visible are the prefix and the row's own item, which began token_pos tokens before the row. Causal, even if a run is
@@ -42,17 +42,19 @@ NO_ITEMS = ItemArguments()
 
 
 class MultiItemMask:
-    """One variant for all plans of a wrapper; its tensors are the present batch's.
+    """One variant for all plans of a wrapper; its tensors are copies of the present batch's arrays, written once the
+    plan has succeeded (`copy`).
 
     Args:
         most_requests: graph mode: of any batch; None without graphs. Captured launches read the memory of the first
-            plan, so later ones write there, once their plan has succeeded (`copy`).
+            plan, so later ones write there.
     """
 
     def __init__(self, device: torch.device, most_requests: int | None) -> None:
         self.device, self._most_requests = device, most_requests
         self._to_copy: dict[str, torch.Tensor] = {}
-        self.given = NO_ITEMS
+        self._memory: dict[str, GrowingMemory] = {}  # without graphs
+        self.given = self._next = NO_ITEMS  # of the last plan that succeeded, and of the one being made
         self.variant: Variant | None = None
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
 
@@ -77,37 +79,45 @@ class MultiItemMask:
             "prefix_len": prefix_len.to(self.device).to(torch.int32),
             "token_pos": token_pos.to(self.device).to(torch.int32).view(batch, token_pos_len),
         }
-        scalars = {"max_token_pos": token_pos_len - 1}
-        if self._most_requests is not None:
-            self._to_copy = tensors
-        if self.variant is None:
-            if self._most_requests is not None:
-                tensors = {
-                    name: allocate((self._most_requests, *t.shape[1:]), torch.int32, self.device, "multi-item scoring")
-                    for name, t in tensors.items()
-                }
-            self.variant = Variant(mask=_MASK, tensors=tensors, scalars=scalars)
-        elif self._most_requests is None:
-            self.variant.tensors.update(tensors)
-            self.variant.scalars.update(scalars)
+        if self._most_requests is None:
+            places = {name: self._place(name, tensor) for name, tensor in tensors.items()}
+        elif self.variant is None:
+            places = {
+                name: allocate((self._most_requests, *t.shape[1:]), torch.int32, self.device, "multi-item scoring")
+                for name, t in tensors.items()
+            }
         elif (most := self.variant.tensors["token_pos"].shape[1]) < token_pos_len:
             raise PlanError(
                 f"token_pos_in_items_len={token_pos_len} but captured runs read {most} positions a request: plan the "
                 "longest items first."
             )
-        self.given = given
+        if self.variant is None:
+            self.variant = Variant(mask=_MASK, tensors=places, scalars={"max_token_pos": token_pos_len - 1})
+        self._next, self._to_copy = given, tensors
         return self.variant
 
+    def _place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of that shape; a captured launch of an earlier plan keeps what it reads."""
+        if name not in self._memory:
+            self._memory[name] = GrowingMemory(torch.int32, self.device, "multi-item scoring")
+        return self._memory[name].at_least(tensor.numel())[: tensor.numel()].view(tensor.shape)
+
     def copy(self) -> None:
-        """Graph mode: copies the current batch's numbers to the memory that captured launches read."""
+        """Copies the numbers of the batch that was planned to the memory that launches read."""
+        variant = self.variant
+        if variant is None or not self._to_copy:
+            return
+        if self._most_requests is None:
+            variant.tensors.update({name: self._place(name, tensor) for name, tensor in self._to_copy.items()})
+            variant.scalars["max_token_pos"] = self._to_copy["token_pos"].shape[1] - 1
         for name, tensor in self._to_copy.items():
-            memory = self.variant.tensors[name][: len(tensor)]  # type: ignore[union-attr]
+            memory = variant.tensors[name][: len(tensor)]
             if name == "token_pos":
                 memory[:, : tensor.shape[1]].copy_(tensor)
                 memory[:, tensor.shape[1] :] = tensor[:, -1:]
             else:
                 memory.copy_(tensor)
-        self._to_copy = {}
+        self.given, self._to_copy = self._next, {}
 
     def _check_longest(self, max_item_len: Any, token_pos: torch.Tensor, batch: int) -> None:
         """Checks on the device, which waits; only if FLASHPAGE_CHECK_INDICES is on."""

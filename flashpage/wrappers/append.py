@@ -279,7 +279,8 @@ def get_batch_indices_positions(
     Args:
         append_indptr: [batch + 1], where each request's new tokens begin.
         seq_lens: [batch], tokens of each request, the new ones included.
-        nnz: new tokens of all requests; entries past append_indptr[-1] get -1, which append_paged_kv_cache skips.
+        nnz: entries, of all new tokens and of others: those before append_indptr[0] and from append_indptr[-1] on get
+            -1, which append_paged_kv_cache skips.
         batch_indices, positions: [nnz] int32, written in place; None: allocated.
 
     Returns:
@@ -302,7 +303,7 @@ def get_batch_indices_positions(
     token = torch.arange(nnz, device=append_indptr.device, dtype=append_indptr.dtype)
     request = torch.searchsorted(append_indptr[1:].contiguous(), token, right=True)
     if batch > 0:
-        inside = request < batch
+        inside = (token >= append_indptr[0]) & (request < batch)
         request.clamp_(max=batch - 1)
         # A request's last new token is at its last position.
         position = token - append_indptr[1:][request] + seq_lens[request]

@@ -49,6 +49,7 @@ from ..run.checks import (
     has_scales,
     parts_of,
     signature_of,
+    starts_of,
     wait_for,
 )
 from ..run.stamps import Recorder
@@ -343,7 +344,8 @@ class Attention(Unique):
         """Checks a run that differs from the last one, and finds or makes its structs."""
         self.require_plan("run")
         option_plan = self._judge(values, tensors)
-        key = (option_plan, values, option_plan.scale_alignment, *(geometry(t) for t in flat(tensors)))
+        places = (option_plan.scale_alignment, *starts_of(tensors.cache))
+        key = (option_plan, values, *places, *(geometry(t) for t in flat(tensors)))
         bindings = self._local.bindings
         try:
             bound = bindings.get(key)
@@ -360,6 +362,7 @@ class Attention(Unique):
             bound.refresh(self.session)
         if bound.most_cache_bytes < ANY_BYTES:
             bound.check_span(tensors.cache)
+        bound.generation = self.session.generation  # from here on C may run these tensors without another check
         if self.recorder is not None:
             self.recorder.record(bound)
         bound.signature = signature

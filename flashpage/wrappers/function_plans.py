@@ -145,10 +145,12 @@ def key_of_step(step: Hashable, *tensors: torch.Tensor) -> Hashable:
     return (step, is_capturing(tensors[0].device), *map(_Seen, tensors))
 
 
-def plan_of(device: torch.device, kv_layout: str, arguments: Arguments, names: Names | None = None) -> FunctionPlan:
-    """This thread's plan for a device, its current stream, a layout and options; `names`: the caller's, of lengths."""
-    stream = current_stream(device.index) if device.type == "cuda" else 0
-    place = device, stream
+def plan_of(
+    device: torch.device, kv_layout: str, arguments: Arguments, names: Names | None = None, workspace: Any = None
+) -> FunctionPlan:
+    """This thread's plan for a device, its current stream, a layout and options; `names`: the caller's, of lengths;
+    `workspace`: the caller's, if the function takes one (_place)."""
+    place = _place(device, workspace)
     plans: dict[Any, FunctionPlan] = _local.__dict__.setdefault("plans", {})
     key: Any = place, kv_layout, names, type(arguments), arguments
     if not isinstance(arguments, LatentArguments):
@@ -163,8 +165,34 @@ def plan_of(device: torch.device, kv_layout: str, arguments: Arguments, names: N
             del plans[next(iter(plans))]
         if names is None:
             names = RAGGED if getattr(arguments, "kv_source", "paged") == "ragged" else PAGED
-        found = FunctionPlan(_attention(place, kv_layout, names, _kind_of(arguments)), arguments)
+        usual = plans.get((_Place(*place[:2]), *key[1:]))
+        int_bytes = _INT_BYTES if usual is None else usual.attention.session.workspaces.int_bytes
+        found = FunctionPlan(_attention(place, kv_layout, names, _kind_of(arguments), int_bytes), arguments)
     plans[key] = found  # the newest is the last
+    return found
+
+
+class _Place(NamedTuple):
+    """What shares memory for plans and partial results."""
+
+    device: torch.device
+    stream: int
+    workspace: int = 0  # address of the caller's
+
+
+def _place(device: torch.device, workspace: Any) -> _Place:
+    """Where a call is planned and run. torch captures all graphs on one stream, unless it is given another: those whose
+    calls have different workspaces share no memory, so that they may be replayed at the same time. The calls captured
+    first keep the memory that they were warmed up with."""
+    found = _Place(device, current_stream(device.index) if device.type == "cuda" else 0)
+    captured: dict[_Place, list[int]] = _local.__dict__.setdefault("captured", {})  # addresses of workspaces
+    captures = is_capturing(device)
+    if isinstance(workspace, torch.Tensor) and workspace.numel() and (captures or found in captured):
+        known, address = captured.setdefault(found, []), workspace.data_ptr()
+        if captures and address not in known:
+            known.append(address)
+        if address in known[1:]:
+            return found._replace(workspace=address)
     return found
 
 
@@ -174,12 +202,12 @@ def _kind_of(arguments: Arguments) -> type[Attention]:
     return SelectedAttention if arguments.is_selected else LatentAttention
 
 
-def _attention(place: tuple[torch.device, int], kv_layout: str, names: Names, kind: type[Attention]) -> Attention:
-    device = place[0]
+def _attention(place: _Place, kv_layout: str, names: Names, kind: type[Attention], int_bytes: int) -> Attention:
+    device = place.device
     workspaces: dict[Any, torch.Tensor] = _local.__dict__.setdefault("workspaces", {})
     shared = workspaces.get(place)
     if shared is None:
         shared = workspaces[place] = torch.empty(_FLOAT_BYTES[device.type], dtype=torch.uint8, device=device)
     attention = kind(shared, kv_layout, names=names)
-    attention.reset_workspace_buffer(shared, torch.empty(_INT_BYTES, dtype=torch.uint8, device=device))
+    attention.reset_workspace_buffer(shared, torch.empty(int_bytes, dtype=torch.uint8, device=device))
     return attention

@@ -36,6 +36,7 @@ class LatentCall(NamedTuple):
     out_dtype: Any = None  # None: the query's
     uncut: bool = False  # no request is cut
     has_scales: bool = False  # rows of e4m3, whose scales the run is given
+    workspace: Any = None  # the caller's (plan_of)
 
     def planned(self, sm_scale: Any, key: Hashable = None) -> tuple[Attention, RunOptions]:
         """The Attention with a plan of these lengths, and the values of its runs; `key`: FunctionPlan.on_device."""
@@ -61,7 +62,7 @@ class LatentCall(NamedTuple):
             disable_split_kv=self.uncut,
             q_len_per_req=self.q_len,
         )
-        plan = plan_of(self.query.device, "NHD", arguments)
+        plan = plan_of(self.query.device, "NHD", arguments, workspace=self.workspace)
         return plan.on_device(self.tables, key), plan.values._replace(sm_scale=sm_scale)
 
 
@@ -121,8 +122,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Args:
         query: [batch, rows, heads, kv_lora_rank + qk_rope_head_dim], or [cum_seq_lens_q[-1], heads, ...].
         kv_cache: [pages, page_size, kv_lora_rank + qk_rope_head_dim] or [pages, 1, page_size, ...], any strides.
-        workspace_buffer, qk_nope_head_dim, max_seq_len, max_q_len, is_var_seq: accepted and not used; neither are
-            cute_dsl_impl, kv_scale_format and multi_ctas_kv_counter_buffer.
+        workspace_buffer: not written; graphs whose calls have different ones may be replayed at the same time.
+        qk_nope_head_dim, max_seq_len, max_q_len, is_var_seq: accepted and not used; neither are cute_dsl_impl,
+            kv_scale_format and multi_ctas_kv_counter_buffer.
         kv_lora_rank, qk_rope_head_dim: columns that K and V share, and those that only K has.
         block_tables: [batch, pages] int32.
         seq_lens: [batch], tokens of each request.
@@ -157,7 +159,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
         raise RunError(f"query is for {query.shape[0]} requests but seq_lens has {batch}: pass equally many.")
     else:
         rows, q_len = query.flatten(0, 1), query.shape[1]
-    call = LatentCall(rows, _cache(kv_cache), kv_lora_rank, tables, q_len, out_dtype=out_dtype_of(out, None, query))
+    call = LatentCall(
+        *(rows, _cache(kv_cache), kv_lora_rank, tables, q_len),
+        out_dtype=out_dtype_of(out, None, query),
+        workspace=workspace_buffer,
+    )
     sm_scale, q_scale = scale_of(bmm1_scale, "bmm1_scale")
     v_number, v_scale = scale_of(bmm2_scale, "bmm2_scale")
     scales = (q_scale, None, v_scale if v_number == 1 else v_number)

@@ -9,7 +9,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import RunError
-from ..run.checks import NO_SCALES, Scales
+from ..run.checks import NO_SCALES, Scales, check_output
 from . import operators
 from .lse_mode import BASE_2, LN_2, LOG2_E, in_base_e, is_natural
 
@@ -120,7 +120,7 @@ def merge_parts(parts: Sequence[Part], out: torch.Tensor, lse: torch.Tensor | No
     Args:
         parts: at least one.
         out: [rows, num_heads, head_dim], written; contiguous where there are several parts.
-        lse: [rows, num_heads] fp32, written; None: not needed.
+        lse: [rows, num_heads] fp32, contiguous, written; None: not needed.
     """
     if len(parts) == 1:
         parts[0](out, lse)
@@ -137,6 +137,7 @@ def merge_parts(parts: Sequence[Part], out: torch.Tensor, lse: torch.Tensor | No
         parts[1](out, lse)
         operators.call("merge_state_in_place", out, lse, other, other_lse, None)
         return
+    check_output(lse, "lse", tuple(out.shape[:2]), torch.float32, out.device)  # no part writes to it
     states, lses = out.new_empty((len(parts), *out.shape)), lse.new_empty((len(parts), *lse.shape))
     for i, part in enumerate(parts):
         part(states[i], lses[i])

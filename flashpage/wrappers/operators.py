@@ -243,6 +243,7 @@ def _merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _merge_states_into(v: torch.Tensor, s: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    tensor_memory.check_apart(lse, "lse", out, "out", RunError)
     v, s = rows_of(v), rows_of(s)
     if not v.is_cpu:
         v = vector_rows(v)

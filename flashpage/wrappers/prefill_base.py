@@ -99,6 +99,8 @@ class PrefillWrapper(Adapter):
     def _copy_items(self) -> None:
         if self._options.variant is self._multi_item.variant:
             self._multi_item.copy()
+        else:
+            self._multi_item.given = NO_ITEMS
 
     def _items_of_plan(self) -> ItemArguments:
         items = self._multi_item
@@ -108,11 +110,11 @@ class PrefillWrapper(Adapter):
     def _variant_to_plan(self, written: dict[str, Any], batch: int) -> tuple[Any, bool | None]:
         planned, before = self._planner.options, self._items_of_plan()
         items = ItemArguments(*(written.get(name, old) for name, old in zip(_ITEM_ATTRIBUTES, before, strict=True)))
+        variant = None if planned.variant is self._multi_item.variant else planned.variant  # the user's
         if not items.is_given():
-            return None if before.is_given() else planned.variant, None
+            return variant, None
         if planned.has_mask:
             raise PlanError("_prefix_len_ptr is written but the last plan had a custom mask: plan without it.")
-        variant = None if before.is_given() else planned.variant
         return only_items(self._multi_item.set(items, batch), variant), True
 
     def _check_planned(self) -> None:

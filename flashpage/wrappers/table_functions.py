@@ -51,6 +51,7 @@ class _Call(NamedTuple):
 
     query: Any
     kv_cache: Any
+    workspace: Any
     block_tables: Any
     seq_lens: Any
     scales: tuple[Any, Any]  # of scores and of the output: bmm1_scale and bmm2_scale
@@ -115,8 +116,9 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache: (K, V) of [pages, num_kv_heads, page_size, head_dim] (NHD: tokens before heads), any strides; or one
             tensor [pages, 1 or 2, ...] (1: V is K); or [pages, num_kv_heads, page_size, 2 * head_dim], whose rows have
             K and then V.
-        workspace_buffer, max_seq_len, backend, multi_ctas_kv_counter_buffer, length_aware_schedule: accepted and not
-            used; every plan weighs requests by their lengths.
+        workspace_buffer: not written; graphs whose calls have different ones may be replayed at the same time.
+        max_seq_len, backend, multi_ctas_kv_counter_buffer, length_aware_schedule: accepted and not used; every plan
+            weighs requests by their lengths.
         block_tables: [batch, pages] int32.
         seq_lens: [batch], tokens of each request.
         bmm1_scale: multiplies the scores; bmm2_scale: the output. Numbers, or fp32 tensors of one entry.
@@ -151,7 +153,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
     check_tables(uses_shared_paged_kv_idx, backend)
     call = _Call(
-        *(query, kv_cache, block_tables, seq_lens, (bmm1_scale, bmm2_scale), unless(o_scale, 1)),
+        *(query, kv_cache, workspace_buffer, block_tables, seq_lens, (bmm1_scale, bmm2_scale), unless(o_scale, 1)),
         *(out, out_dtype, sinks, kv_layout),
         *(enable_pdl, lse, return_lse, lse_mode),
     )
@@ -226,7 +228,8 @@ def trtllm_batch_context_with_kv_cache(
     )
     check_tables(uses_shared_paged_kv_idx, backend)
     call = _Call(
-        *(query, kv_cache, block_tables, seq_lens, (bmm1_scale, bmm2_scale), None, out, out_dtype, sinks, kv_layout),
+        *(query, kv_cache, workspace_buffer, block_tables, seq_lens, (bmm1_scale, bmm2_scale), None),
+        *(out, out_dtype, sinks, kv_layout),
         *(enable_pdl, lse, return_lse, lse_mode),
     )
     checks.tensor(seq_lens, "seq_lens", RunError)
@@ -273,7 +276,7 @@ def _run(call: _Call, window_left: int, q_indptr: torch.Tensor | None, q_len: in
     else:
         arguments = PrefillArguments("paged", *heads, causal=causal, **given)
         lengths = Tables(seq_lens, tables, as_int32(q_indptr, "cum_seq_lens_q"), query.shape[0])
-    plan = plan_of(query.device, layout, arguments)
+    plan = plan_of(query.device, layout, arguments, workspace=call.workspace)
     values = plan.values._replace(sm_scale=sm_scale)  # differs between the layers of an fp8 cache, unlike the plan
     sinks = call.sinks[0] if call.sinks.__class__ is list and len(call.sinks) == 1 else call.sinks
     out = call.out

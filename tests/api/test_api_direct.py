@@ -43,7 +43,8 @@ class Bound:
         self.params, self.merge, self.args = native.AttentionParams(), native.MergeParams(), native.RunArgs()
         structs = [self.params, self.merge, self.params]  # q is the first field of params
         structs += [getattr(self.params, name) for name in ("k", "v", "key_scales", "value_scales")]
-        self.struct = native.BoundRun(ctypes.addressof(self.args), num_parts=1, v_offset=64, alignment_mask=15)
+        self.struct = native.BoundRun(ctypes.addressof(self.args), num_parts=1, v_offset=64)
+        self.struct.alignment_masks[:] = [15, 15, 15, 15]
         self.struct.parts[0] = native.BoundPart(*map(ctypes.addressof, structs))
         assert fastcall.builtins().bind(ctypes.addressof(self.struct), *self.tensors()) == native.OK
 

@@ -77,6 +77,26 @@ def test_indptr_of_appends_never_falls() -> None:
             flashpage.get_batch_indices_positions(ints(0, 5), ints(5), nnz)
 
 
+@pytest.mark.parametrize("kind", ["plain", "int8_token", "latent", "latent e4m3"])
+def test_rows_of_no_request_are_not_appended(kind: str) -> None:
+    """Requests have rows 2 to 5 of a step, as a plan's qo_indptr may say; two rows come before them, and one after."""
+    requests, positions = flashpage.get_batch_indices_positions(ints(2, 5, 5, 6), ints(9, 4, 1), 7)
+    assert requests.tolist() == [-1, -1, 0, 0, 0, 2, -1] and positions.tolist() == [-1, -1, 6, 7, 8, 0, -1]
+    is_latent, columns = kind.startswith("latent"), 512 if kind.startswith("latent") else DIM
+    dtype = {"plain": torch.float32, "int8_token": torch.int8, "latent": torch.float32}.get(kind, torch.float8_e4m3fn)
+    new = torch.arange(1, 8).view(7, 1, 1).expand(7, 1, columns).float()
+    cache, scales = torch.zeros(4, PAGE, 1, columns).to(dtype), torch.zeros(4, PAGE, 1)
+    places = requests, positions
+    pages = ints(3, 0, 1), ints(0, 1, 2, 3), ints(9, 4, 1)
+    if is_latent:
+        flashpage.append_paged_mla_kv_cache(new[:, 0], None, *places, cache[:, :, 0], None, *pages)
+    else:
+        form = {"kv_format": kind, "kv_cache_sf": (scales, scales.clone())} if kind != "plain" else {}
+        flashpage.append_paged_kv_cache(new, new, *places, (cache, cache.clone()), *pages, **form)
+    written = cache.float()[..., 0, 0].nonzero().tolist()
+    assert written == [[1, 0], [3, 6], [3, 7], [3, 8]]
+
+
 @pytest.mark.parametrize("argument", range(4))
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("name", ["merge_state", "merge_state_in_place"])

@@ -132,6 +132,64 @@ def test_runs_with_equal_tensors_are_one_call(name: str) -> None:
             wrapper.run(q, cache)
 
 
+def _on_sixteen(wrapper: Any, monkeypatch: pytest.MonkeyPatch, on_eight: Any) -> None:
+    """Gives the plan's kernel the alignment of a card's."""
+    prepared = wrapper._attention.session.active[0].prepared
+    kernel = dataclasses.replace(prepared.choice.kernel, row_alignment=16, on_eight=on_eight)
+    monkeypatch.setattr(prepared, "choice", dataclasses.replace(prepared.choice, kernel=kernel))
+
+
+def _placed(part: torch.Tensor, start: int, row_bytes: int) -> torch.Tensor:
+    """A copy of a tensor of bytes that starts `start` bytes after a multiple of 16."""
+    memory = torch.zeros(16 + part[..., 0].numel() * row_bytes, dtype=torch.uint8)[start : start - 16]
+    return memory.view(*part.shape[:-1], row_bytes)[..., : part.shape[-1]].copy_(part)
+
+
+@pytest.mark.parametrize(
+    "places", [((0, 64), (8, 64)), ((8, 72), (0, 64)), ((0, 80), (8, 72)), ((8, 64), (8, 64))], ids=str
+)
+def test_rows_that_start_on_eight_bytes(places: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start and the bytes from row to row of K and of V: scales may follow each row, or all of K's."""
+    pages, q = Pages("nvfp4", dim=128), torch.randn(len(LENGTHS), 4, 128).bfloat16()
+    pages.append()
+    scales, cache = tuple(pages.scales), tuple(map(_placed, pages.cache, *zip(*places, strict=True)))
+    wrapper = planned_decode(pages, kv_format="nvfp4")
+    expected = wrapper.run(q, tuple(pages.cache), kv_cache_sf=scales)
+    wrapper = planned_decode(pages, kv_format="nvfp4")
+    _on_sixteen(wrapper, monkeypatch, lambda spec: spec)
+    for tensors in (tuple(pages.cache), cache, cache, tuple(pages.cache)):
+        assert torch.equal(wrapper.run(q, tensors, kv_cache_sf=scales), expected)
+    for i, name in enumerate("KV"):
+        odd = [*pages.cache]
+        odd[i] = _placed(odd[i], 4, 64)
+        with pytest.raises(RunError, match=f"{name} starts at .* rows that start on 8 bytes"):
+            wrapper.run(q, tuple(odd), kv_cache_sf=scales)
+    with pytest.raises(RunError, match="q starts at .* rows that start on 16 bytes"):
+        wrapper.run(torch.zeros(q.numel() + 4, dtype=q.dtype)[4:].view(q.shape), cache, kv_cache_sf=scales)
+    wrapper = planned_decode(pages, kv_format="nvfp4")
+    _on_sixteen(wrapper, monkeypatch, lambda spec: None)  # as with boxes
+    with pytest.raises(RunError, match="on 16 bytes"):
+        wrapper.run(q, cache, kv_cache_sf=scales)
+    assert torch.equal(wrapper.run(q, tuple(pages.cache), kv_cache_sf=scales), expected)
+    with pytest.raises(RunError, match="on 16 bytes"):
+        wrapper.run(q, cache, kv_cache_sf=scales)
+
+
+def test_rows_of_72_bytes_start_on_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V follows K of one head and token in fp8 of 72 columns; rows of q in 16 bits start on 16 bytes."""
+    cache, q = torch.randn(3, 2, 1, 1, 72).to(torch.float8_e4m3fn), torch.randn(1, 2, 72).bfloat16()
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8))
+    lists = (torch.tensor(numbers) for numbers in ([0, 3], [0, 2, 1], [1]))
+    wrapper.plan(*lists, 2, 1, 72, 1, q_data_type=q.dtype, kv_data_type=cache.dtype)
+    expected = wrapper.run(q, cache)
+    wrapper._attention._local.bound = None
+    wrapper._attention._local.bindings.clear()
+    _on_sixteen(wrapper, monkeypatch, lambda spec: None)
+    assert torch.equal(wrapper.run(q, cache), expected)
+    with pytest.raises(RunError, match="q starts at .* on 16 bytes"):
+        wrapper.run(torch.zeros(148, dtype=q.dtype)[4:].view(q.shape), cache)
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "bfloat16+nvfp4", "int4_token_rotated"])
 def test_compiled_runs(name: str) -> None:
     runner = Runner(make_inputs(decode("formats", "", (65, 9), kv_format=name)), "cpu", flashpage)

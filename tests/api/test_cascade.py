@@ -325,6 +325,25 @@ def test_errors() -> None:
         wrapper.reset_workspace_buffer(torch.empty(1 << 20, dtype=torch.uint8), [torch.empty(1, dtype=torch.uint8)])
 
 
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_errors_of_the_lse(levels: int) -> None:
+    """Every number of levels refuses an LSE that it cannot write."""
+    batch = CascadeBatch(CascadeCase(f"{levels}-levels", THREE[-levels:], dtype="float32"))
+    wrapper, rows = planned(batch), batch.rows
+    cache, shared = batch.cache.argument("cpu"), torch.empty(rows, 4, 64)
+    for lse, says in (
+        (torch.empty(4, rows).t(), "lse has strides"),
+        (torch.empty(rows, 64)[:, :4], "lse has strides"),
+        (torch.empty(4).expand(rows, 4), "lse has strides"),
+        (torch.empty(rows + 1, 4), r"lse has shape \(\d+, 4\) and dtype torch.float32 but this run writes"),
+        (torch.empty(rows, 4).half(), "lse has shape .* and dtype torch.float16 but this run writes"),
+        (torch.empty(rows, 4, device="meta"), "lse is on meta"),
+        (shared.flatten()[: rows * 4].view(rows, 4), "lse shares memory with out"),
+    ):
+        with pytest.raises(RunError, match=says):
+            wrapper.run(batch.q, cache, out=shared, lse=lse, return_lse=True)
+
+
 def test_errors_of_levels_that_could_be_joined() -> None:
     """Errors are found before levels are joined."""
     batch = CascadeBatch(next(case for case in CASES if case.name == "nothing-shared"))

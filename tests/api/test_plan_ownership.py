@@ -284,6 +284,25 @@ def test_graphs_read_the_items_of_the_newest_plan(capacity: bool) -> None:
         assert all(torch.equal(read[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_arrays_of_items_may_change_after_the_plan(dtype: torch.dtype) -> None:
+    """Also those of int32 on the wrapper's device; a plan that is refused writes nothing."""
+    wrapper, kv = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace(1 << 24)), torch.randn(8, 4, 64)
+    q, prefix, positions = torch.ones(8, 4, 64), torch.tensor([4], dtype=dtype), torch.tensor([0, 1, 2, 0], dtype=dtype)
+    rows, heads = ints(0, 8), {"num_qo_heads": 4, "num_kv_heads": 4, "head_dim_qk": 64, "q_data_type": torch.float32}
+    items = {"prefix_len_ptr": prefix, "token_pos_in_items_ptr": positions, "token_pos_in_items_len": 4}
+    wrapper.plan(rows, rows, **heads, **items)
+    expected = wrapper.run(q, kv, kv)
+    prefix.fill_(1), positions.fill_(0)
+    assert torch.equal(wrapper.run(q, kv, kv), expected)
+    read = dict(wrapper._options.variant.tensors)
+    with pytest.raises(PlanError):
+        wrapper.plan(rows, ints(0, -8), **heads, **items)
+    assert read["prefix_len"].tolist() == [4] and read["token_pos"].tolist() == [[0, 1, 2, 0]]
+    wrapper.plan(rows, rows, **heads, **items)
+    assert not torch.equal(wrapper.run(q, kv, kv), expected)
+
+
 # ---------------------------------------------------------------- what captured launches read
 
 

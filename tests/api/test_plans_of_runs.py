@@ -9,7 +9,9 @@ import torch
 from bad_input import ints, workspace
 
 import flashpage
-from flashpage import PlanError, RunError
+from flashpage import CapabilityError, CompileError, KernelMissingError, PlanError, RunError
+from flashpage.base.errors import FlashpageError
+from flashpage.plan import option_plan
 
 HEADS, DIM, PAGE = 2, 64, 16
 
@@ -99,3 +101,32 @@ def test_a_forward_that_fails_changes_no_later_run(make: Any, wrong: dict[str, A
     with pytest.raises((PlanError, RunError), match=next(iter(wrong))):
         wrapper.forward(*tensors, **wrong)
     assert torch.equal(wrapper.run(*tensors), expected)
+
+
+@pytest.mark.parametrize("error", [KernelMissingError, CapabilityError, CompileError], ids=lambda e: e.__name__)
+def test_a_missing_kernel_for_options_of_a_run_ends_no_plan(
+    error: type[FlashpageError], cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run used a window, whose kernel for more rows is missing: plans succeed, and runs with the window raise."""
+    prepare = option_plan.prepare
+
+    def without_windows(options: Any, rows: int, *args: Any) -> Any:
+        if options.window_left == 3 and rows > 16:
+            raise error("no kernel for windows")
+        return prepare(options, rows, *args)
+
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
+
+    def plan(rows: int) -> torch.Tensor:
+        pages = ints(0, 16), ints(*range(16)), ints(PAGE)
+        wrapper.plan(ints(0, rows), *pages, HEADS, HEADS, DIM, PAGE, causal=True, q_data_type=torch.float32)
+        return torch.randn(rows, HEADS, DIM)
+
+    wrapper.run(plan(1), cache, window_left=3)
+    monkeypatch.setattr(option_plan, "prepare", without_windows)
+    for _ in range(2):
+        q = plan(200)
+        assert torch.isfinite(wrapper.run(q, cache)).all()
+        with pytest.raises(error, match="no kernel for windows"):
+            wrapper.run(q, cache, window_left=3)
+    wrapper.run(plan(1), cache, window_left=3)

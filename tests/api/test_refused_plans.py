@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from one_request import HEADS, KV, Q, ints, plan, plan_on_device, planned_option
 
 import flashpage
 from flashpage import PlanError, RunError, native
+from flashpage.run.bound_part import BoundPart
 
 
 def test_a_run_that_fails_leaves_the_wrapper_as_it_was() -> None:
@@ -226,3 +228,22 @@ def test_a_level_whose_partial_results_do_not_fit_leaves_the_others(dtype: torch
         plan_levels(which, 70, (2, 65))
     torch.testing.assert_close(*(which.run(Q[:2], KV[:, :, :, :1]) for which in (wrapper, fresh)))
     assert not any(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
+
+
+def test_boxes_that_are_refused_are_bound_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of the run before, whose fields a refused one may have overwritten."""
+    bound: list[Any] = []
+
+    def bind_boxes(_: BoundPart, prepared: Any, views: Any) -> None:
+        bound.append(prepared)
+        if prepared == "refused":
+            raise RunError("no boxes")
+
+    monkeypatch.setattr(BoundPart, "bind_boxes", bind_boxes)
+    part: Any = BoundPart(SimpleNamespace(is_batch_invariant=False))  # type: ignore[arg-type]
+    for prepared in ("first", "first", "refused", "refused", "first", "first"):
+        try:
+            part.use_boxes(prepared, {"V": SimpleNamespace(head_dim=64)}, None)
+        except RunError:
+            assert prepared == "refused"
+    assert bound == ["first", "refused", "refused", "first"]

@@ -12,7 +12,7 @@ from signatures import shown
 
 import flashpage
 from flashpage import CapabilityError, FlashpageError, RunError, decode, prefill
-from flashpage.wrappers import function_plans
+from flashpage.wrappers import base, function_plans
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
 LENGTHS = (5, 40, 17, 0)
@@ -214,6 +214,36 @@ def test_layers_share_plans_of_equal_options() -> None:
     for window in range(function_plans._MOST_PLANS + 3):
         batch.decode(batch.halves, window_left=window)
     assert len(function_plans._local.plans) == function_plans._MOST_PLANS
+
+
+def test_graphs_with_different_workspaces_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a graph have one workspace and share a plan; the first graph has the memory of eager calls."""
+    function_plans._local.__dict__.clear()
+    monkeypatch.setattr(function_plans, "_captured", set())
+    captures, used = False, []
+    monkeypatch.setattr(function_plans, "is_capturing", lambda _: captures)
+    run = base.Attention.run
+    monkeypatch.setattr(base.Attention, "run", lambda self, *args, **kw: used.append(self) or run(self, *args, **kw))
+    batch, workspaces = Batch((1, 1, 1, 1), "cpu"), [torch.zeros(16, dtype=torch.uint8) for _ in range(4)]
+
+    def memory_of(workspace: Any, **options: Any) -> tuple[int, ...]:
+        arguments = batch.q, batch.halves, workspace, batch.tables, batch.lengths, 64, DIM**-0.5
+        batch.check(FUNCTIONS["decode"](*arguments, return_lse=True, **options), batch.expected(sm_scale=DIM**-0.5))
+        memory = used[-1].session.workspaces
+        return memory.float_buffer.data_ptr(), memory.int_buffer.data_ptr()
+
+    eager = memory_of(None)
+    used[0].session.use_int_buffer(torch.empty(1 << 20, dtype=torch.uint8))  # as if a larger batch had been planned
+    eager = memory_of(workspaces[0])
+    assert memory_of(workspaces[1]) == memory_of(None) == eager
+    captures = True
+    found = [[memory_of(workspace) for _ in range(2)] for workspace in workspaces[:3]]
+    assert [first for first, _ in found] == [second for _, second in found] and found[0][0] == eager
+    assert all(len({first[i] for first, _ in found}) == 3 for i in range(2))
+    assert all(attention.session.workspaces.int_bytes == 1 << 20 for attention in used)
+    captures = False
+    assert [memory_of(workspace) for workspace in workspaces] == [*(first for first, _ in found), eager]
+    assert memory_of(None) == eager
 
 
 REFUSED = {

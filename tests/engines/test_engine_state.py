@@ -209,6 +209,24 @@ def test_items_are_planned_and_forgotten(batch: Batch) -> None:
     torch.testing.assert_close(wrapper.run(ITEMS.q, batch.cache), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("has_items", [True, False], ids=["items before", "none before"])
+def test_items_of_a_failed_plan_are_forgotten(batch: Batch, has_items: bool) -> None:
+    """An engine that writes no items plans with those of the last plan that succeeded."""
+    wrapper, usual = prefill(), prefill()
+    plan(wrapper, ITEMS, **item_arguments())
+    if not has_items:
+        plan(wrapper, ITEMS, causal=True)
+    failed = item_arguments(None) | {"prefix_len_ptr": torch.tensor((1, 1))}
+    with pytest.raises(PlanError):
+        wrapper.plan(
+            ITEMS.qo_indptr, ITEMS.kv_indptr, ITEMS.indices, LAST[:2] + 99, *SHAPE, q_data_type=DTYPE, **failed
+        )
+    kept = "_prefix_len_ptr", "_token_pos_in_items_ptr", "_token_pos_in_items_len", "_max_item_len_ptr"
+    engine_prefill_plan(wrapper, ITEMS, causal=True, not_written=kept)
+    plan(usual, ITEMS, **(item_arguments() if has_items else {"causal": True}))
+    assert torch.equal(outputs(wrapper, ITEMS, batch), outputs(usual, ITEMS, batch))
+
+
 def test_the_longest_item_is_checked(batch: Batch) -> None:
     wrapper = prefill()
     for longest in ((3, 2), (9, 9), None):

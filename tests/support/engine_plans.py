@@ -81,6 +81,7 @@ def engine_prefill_plan(
     items: tuple[Any, Any, int, Any] = (None, None, 0, None),
     packed_mask: tuple[torch.Tensor, torch.Tensor] | None = None,
     written: dict[str, Any] | None = None,
+    not_written: tuple[str, ...] = (),
     changed: dict[int, Any] | None = None,
 ) -> None:
     """Plans as an engine does for a graph's replay: from host numbers, so nothing is read back from the device.
@@ -106,7 +107,8 @@ def engine_prefill_plan(
         "_block_tables": None,
     }
     for name, value in (numbers | (written or {})).items():
-        setattr(wrapper, name, value)
+        if name not in not_written:
+            setattr(wrapper, name, value)
     if wrapper.is_cuda_graph_enabled:
         wrapper._qo_indptr_buf.copy_(lengths.qo_indptr)
         wrapper._paged_kv_indptr_buf.copy_(lengths.kv_indptr)

@@ -224,7 +224,7 @@ class MultiLevelCascadeAttentionWrapper(Prewarmed, Unique):
             q: [rows, num_qo_heads, head_dim], any strides, last dimension contiguous.
             paged_kv_cache: the pages of all levels, as BatchPrefillWithPagedKVCacheWrapper.run takes them.
             out: [rows, num_qo_heads, head_dim], written in place; None: allocated. Contiguous if levels are merged.
-            lse: [rows, num_qo_heads] fp32, base 2, written in place.
+            lse: [rows, num_qo_heads] fp32, contiguous, base 2, written in place.
             return_lse: also return lse.
             lse_mode: "base2", or "basee": the LSE is a natural logarithm (one multiplication more).
             k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...base.errors import CapabilityError
 from ...kernels.options import Options
 from ...plan.row_runs import RowRuns
 from ...variants.row_mask import ROW, RowMask
@@ -57,7 +58,7 @@ class LevelWindows:
             return found  # the planner reports the error
         found = found._replace(options=dataclasses.replace(options, chunk=0))
         for i, begin in enumerate(_begins(levels, options)):
-            runs = _runs(levels[i], begin, options.chunk)
+            runs = _runs(levels[i], begin, options)
             if not _are_whole(runs, levels[i]):
                 found.row_runs[i] = runs.table()
             found.is_hidden[i] = i + 1 < count and bool((runs.end <= runs.begin).all())
@@ -88,6 +89,7 @@ class _Begins(NamedTuple):
 
     chunk: torch.Tensor | None  # None: no chunks
     window: torch.Tensor | None  # None: not counted here
+    after: torch.Tensor | None  # the last level: one more than the row's own token
 
 
 def _begins(levels: Sequence[Level], options: Options) -> list[_Begins]:
@@ -106,26 +108,44 @@ def _begins(levels: Sequence[Level], options: Options) -> list[_Begins]:
         _Begins(
             None if chunk is None else chunk - begins[i],
             None if window is None or i + 1 == len(levels) else window - begins[i],
+            place + 1 if i + 1 == len(levels) else None,
         )
         for i in range(count)
     ]
 
 
-def _runs(level: Level, first: _Begins, chunk: int) -> RowRuns:
-    """Consecutive rows of a request in one chunk, and the tokens of the level that any of them sees."""
+def _runs(level: Level, first: _Begins, options: Options) -> RowRuns:
+    """Consecutive rows of a request that see the same tokens of their chunks, and the tokens of the level that any of
+    them sees. Rows of a request may be in one chunk and see other parts of it, where their prefixes differ."""
     request = level.by_row(torch.arange(len(level.kv_lens), device="cpu"))
-    starts = torch.ones(len(request), dtype=torch.bool, device="cpu")
-    starts[1:] = request.diff() != 0
+    begin, end = torch.zeros_like(request), level.kv_lens[request]
     if first.chunk is not None:
-        starts[1:] |= first.chunk.diff() != 0
+        end = torch.minimum(end, first.chunk + options.chunk).clamp(min=0)
+        begin = torch.minimum(first.chunk.clamp(min=0), end)
+    starts = torch.ones(len(request), dtype=torch.bool, device="cpu")
+    starts[1:] = (request.diff() != 0) | (begin.diff() != 0) | (end.diff() != 0)
     row = starts.nonzero().squeeze(1)
     rows = torch.diff(row, append=row.new_tensor([len(request)]))
-    begin, end = torch.zeros_like(row), level.kv_lens[request[row]]
-    if first.chunk is not None:
-        begin, end = first.chunk[row].clamp(min=0), torch.minimum(end, first.chunk[row] + chunk).clamp(min=0)
+    begin, end = begin[row], end[row]
+    if first.after is not None:
+        end = _aligned(begin, end, first.after[row + rows - 1], options)
     if first.window is not None and len(row):
         begin = torch.maximum(begin, torch.segment_reduce(first.window.double(), "min", lengths=rows).long())
     return RowRuns(rows, torch.minimum(begin, end), end)
+
+
+def _aligned(begin: torch.Tensor, end: torch.Tensor, after: torch.Tensor, options: Options) -> torch.Tensor:
+    """Ends of runs of the last level, whose last row must be the last token, as kernels place rows by it. A run ends
+    `after` its last row, unless rows of one request have other prefixes, and later tokens are of the row's chunk."""
+    if options.causal:
+        return torch.minimum(end, after).clamp(min=0)
+    if options.window_left >= 0 and bool(((begin < end) & (end != after)).any()):
+        raise CapabilityError(
+            f"chunk={options.chunk} with window_left={options.window_left} is not supported where rows of one request "
+            "of the last level have other tokens in the levels above: plan with causal=True, or give these rows "
+            "requests of their own."
+        )
+    return end
 
 
 def _are_whole(runs: RowRuns, level: Level) -> bool:
