@@ -75,4 +75,10 @@ def __dir__() -> list[str]:
 
 
 if any(_os.environ.get(name) for name in ("FLASHPAGE_LOG", "FLASHPAGE_DUMP", "FLASHPAGE_NVTX")):
-    importlib.import_module(".watch.calls", __name__).install()
+    try:
+        importlib.import_module(".watch.calls", __name__).install()
+    except ValueError:  # SettingError
+        from .base.program import is_command
+
+        if not is_command():  # which reports it in one line
+            raise

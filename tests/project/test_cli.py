@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -61,6 +62,7 @@ WRONG = [  # arguments, and a word that the line must contain
     (("build", "--target", "sm_eighty", "--spec", '{"kernel": "merge"}'), "sm_eighty"),
     (("build", "--target", "avx2", "--spec", '{"kernel": "merge"}'), "cuda"),
     (("info", "everything"), "everything"),
+    (("replay", "no-such-folder"), "no-such-folder has no call.pt"),
     (("plan", "4096", "--crd", "H200"), "unrecognized arguments: --crd H200 (see `flashpage plan --help`)"),
 ]
 
@@ -143,6 +145,51 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split()[0] for line in out.splitlines()}
     assert {"flashpage", "python", "cpu", "g++", "nvcc", "nvrtc", "cache"} <= rows
     assert set(VARIABLES) <= rows
+
+
+SETTINGS = [("FLASHPAGE_JIT", "offf"), ("FLASHPAGE_THREADS", "0"), ("FLASHPAGE_CARD", "foo"), ("FLASHPAGE_LOG", "2")]
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS)
+def test_refused_settings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """One line and exit code 2, before any work; info shows all rows first."""
+    monkeypatch.setenv(name, value)
+    for command in (("info",), ("selftest", "--quick"), ("plan", "100")):
+        code, out, err = run(capsys, *command)
+        assert code == 2 and name in err and f"'{value}'" in err and len(err.splitlines()) == 1
+        assert not out or command == ("info",)
+        assert f"\n{name:<24} NOT ACCEPTED: {name}" in out or command != ("info",)
+
+
+def test_a_setting_that_is_read_at_import() -> None:
+    command = [sys.executable, "-m", "flashpage", "info"]
+    done = subprocess.run(command, env=os.environ | {"FLASHPAGE_LOG": "2"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "flashpage info: FLASHPAGE_LOG is '2': give 0, 1, 3 or 5, or leave it unset\n"
+    command[1:] = ["-c", "import flashpage"]
+    done = subprocess.run(command, env=os.environ | {"FLASHPAGE_LOG": "2"}, capture_output=True, text=True)
+    assert done.returncode == 1 and "SettingError: FLASHPAGE_LOG is '2'" in done.stderr
+
+
+def test_unknown_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPAGE_CACHEDIR", "elsewhere")
+    code, out, _ = run(capsys, "info")
+    assert code == 0 and "FLASHPAGE_CACHEDIR       elsewhere: flashpage has no such variable" in out
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("Error calling __set_name__")])
+def test_an_interrupt_while_modules_are_imported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    error.__cause__ = KeyboardInterrupt() if isinstance(error, RuntimeError) else None
+
+    def interrupted(name: str, package: str) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert run(capsys, "plan", "100") == (130, "", "flashpage: interrupted\n")
 
 
 @pytest.mark.parametrize("as_json", [False, True])
