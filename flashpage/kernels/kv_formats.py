@@ -1,7 +1,7 @@
 """How caches store rows of K and V: plain elements, or numbers with scales (include/flashpage/formats).
 
-A new format with scales, of numbers of 4 or 8 bits, is a file there and a row here. Kernels of the CPU then read and append it, and cases,
-benchmarks and tests of the kernels that append and widen take it. What else it needs:
+A new format with scales, of numbers of 4 or 8 bits, is a file there and a row here. Kernels of the CPU then read and
+append it, and cases, benchmarks and tests of the kernels that append and widen take it. What else it needs:
 - on cards one scale a row, or one for 16 columns (decode_sm90: `_LAYOUTS`; appends:
   include/flashpage/kernels/helpers/append_quantised.h); attention_sm80 reads scales of 8, 16, 32 and more columns;
 - what its bits mean, apart from its header: `NUMBERS` of tests/kernels/test_kv_formats.py, and `_quantised` and `_read`

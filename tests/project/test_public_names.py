@@ -66,7 +66,7 @@ def test_public_name(line: str) -> None:
         pytest.skip(f"no {package}")
 
 
-@pytest.mark.parametrize("name", "errors engine integrations hf torch_attention".split())
+@pytest.mark.parametrize("name", ["errors", "engine", "integrations", "hf", "torch_attention"])
 def test_front_doors_are_found_at_first_use(name: str) -> None:
     """In a process that has imported nothing else."""
     if name == "hf":
