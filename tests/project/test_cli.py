@@ -45,6 +45,7 @@ WRONG = [  # arguments, and a word that the line must contain
     (("plan", "bell:4:100"), "bell"),
     (("plan", "100", "--heads", "7/2"), "7/2"),
     (("plan", "100", "--ctas", "0"), "--ctas"),
+    (("plan", "100", "--ctas", "10000000"), "--ctas: 10000000 is more than 65536"),
     (("plan", "100", "--head-dim", "20"), "--head-dim"),
     (("plan", "100", "--window-left", "-2"), "--window-left"),
     (("plan", "99999999999"), "at most 2147483647"),
@@ -93,6 +94,26 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"flashpage {VERSION}\n", "")
 
 
+@pytest.mark.parametrize(("target", "says"), [("sm_12", "is of sm_12"), ("avx3", "target 'avx3' is not known")])
+def test_a_wrong_target_of_the_aot_list(target: str, says: str) -> None:
+    done = programs.run(["-m", "flashpage", "build", "--target", target])
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("flashpage build: ") and says in done.stderr
+
+
+def test_query_rows_of_all_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    """A single number is for all, and 1 the default."""
+    batch = ("plan", "100,200,50", "--backend", "cpu", "--items")
+    assert run(capsys, *batch, "--q-lens", "4") == run(capsys, *batch, "--q-lens", "4,4,4")
+    code, out, err = run(capsys, *batch, "--q-lens", "1")
+    assert code == 0 and out and not err
+
+
+def test_help_of_plan_names_all_distributions(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "plan", "--help")
+    assert all(kind in out for kind in values.KINDS)
+
+
 def test_wrong_benchmark() -> None:
     done = programs.run(["-m", "flashpage", "bench", "sleep"])
     assert done.returncode == 2
@@ -105,6 +126,7 @@ def test_wrong_benchmark() -> None:
         ("plan --help", 0, "--largest"),
         ("plan cpu --small", 2, "pass one benchmark"),
         ("cpu --bogus", 2, "--bogus"),
+        ("decode --bogus", 2, "gpu.py: unrecognized arguments: --bogus"),
         ("decode --libraries nope", 2, "no library 'nope'"),
         ("counters --library nope", 2, "'nope'"),
         ("vllm", 0, "== vllm: skipped, torch finds no GPU here"),
@@ -116,6 +138,7 @@ def test_options_of_a_benchmark(words: str, code: int, says: str) -> None:
     no_card = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = programs.run(["-m", "flashpage", "bench", *words.split()], env=no_card)
     assert done.returncode == code and says in done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) <= 1
 
 
 LENGTHS = [
