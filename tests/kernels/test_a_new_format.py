@@ -14,7 +14,7 @@ import flashpage
 from flashpage.base import paths
 from flashpage.jit.compilers import fixed_flags
 from flashpage.jit.targets import host_target
-from flashpage.kernels import judged, kv_formats, spec
+from flashpage.kernels import json_records, kv_formats, spec
 
 HEADER = """// One bit in a byte: 0 is -1 and 1 is +1, times an fp32 scale for a token and head.
 #pragma once
@@ -47,7 +47,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     row = dataclasses.replace(kv_formats.FORMATS["int8_token"], name="sign_token", header="sign_token", cpp="SignToken")
     monkeypatch.setitem(kv_formats.FORMATS, "sign_token", row)
     for field in ("k_format", "v_format"):  # which were made of the rows at import
-        monkeypatch.setitem(spec._FIELDS, field, judged.choice(*kv_formats.NAMES, "sign_token"))
+        monkeypatch.setitem(spec._FIELDS, field, json_records.choice(*kv_formats.NAMES, "sign_token"))
     return "sign_token"
 
 
