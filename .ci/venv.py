@@ -61,8 +61,8 @@ def create(folder: Path, torch_home: Path | None) -> None:
         pins = re.sub(r"(?m)^torch==.*\n", "", pins)
     constraints = folder / "constraints.txt"
     constraints.write_text(pins)
-    # Set in the environment, so that builds that pip starts obey it too.
-    os.environ["PIP_CONSTRAINT"] = str(constraints)
+    # Set in the environment, so that builds that pip starts obey it too. A URL has no spaces, at which pip splits it.
+    os.environ["PIP_CONSTRAINT"] = constraints.as_uri()
     os.environ["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
     run(python, "-m", "pip", "install", "-qq", "setuptools", "wheel")
     print("compiling the host library with g++ (some 30 s) ...", flush=True)

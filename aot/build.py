@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 from flashpage.base.dtypes import DType
 from flashpage.jit import BuildResult, Target, build_kernels, read_manifest
@@ -161,8 +162,15 @@ def report(results: list[BuildResult]) -> None:
         print(f"{result.target.name:10s} {numbers}  {result.spec.name}{'  FAILED' if result.error else ''}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m aot.build", description=__doc__.partition("\n")[0])
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
+def main(arguments: list[str] | None = None, program: str = "python -m aot.build") -> int:
+    parser = _Parser(prog=program, description=__doc__.partition("\n")[0])
     parser.add_argument(
         *("--target", "--arch"), action="append", help=f"default: {', '.join(WHEEL_TARGETS)}; repeat for several"
     )

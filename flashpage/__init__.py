@@ -51,9 +51,10 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 _SUBMODULES = (
-    "attention cascade compat decode flash_attn flash_mla jit log mla ops page parallel pod prefill quantization "
-    "sparse timeline utils variants vllm_ops"
+    "attention cascade compat decode engine errors flash_attn flash_mla integrations jit log mla ops page parallel pod "
+    "prefill quantization sparse timeline utils variants vllm_ops"
 )
+_NOT_LISTED = ("hf", "torch_attention")  # need transformers or torch 2.11: programs that look at all names need neither
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 
@@ -61,7 +62,7 @@ __all__ = ["__version__", *sorted(_MODULE_OF)]
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-    elif name in _SUBMODULES.split():
+    elif name in (*_SUBMODULES.split(), *_NOT_LISTED):
         value = importlib.import_module(f".{name}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -74,4 +75,10 @@ def __dir__() -> list[str]:
 
 
 if any(_os.environ.get(name) for name in ("FLASHPAGE_LOG", "FLASHPAGE_DUMP", "FLASHPAGE_NVTX")):
-    importlib.import_module(".watch.calls", __name__).install()
+    try:
+        importlib.import_module(".watch.calls", __name__).install()
+    except ValueError:  # SettingError
+        from .base.program import is_command
+
+        if not is_command():  # which reports it in one line
+            raise

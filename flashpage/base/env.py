@@ -1,4 +1,4 @@
-"""The environment variables that flashpage reads: these thirteen and no others. They are read and checked at first use;
+"""The environment variables that flashpage reads: these and no others. They are read and checked at first use;
 the three of flashpage/watch, which wrap functions, when flashpage is imported."""
 
 from __future__ import annotations

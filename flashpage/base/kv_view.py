@@ -26,7 +26,7 @@ class View(NamedTuple):
     offset: int = 0  # elements from the tensor's data pointer to V, in a cache that is one tensor
 
 
-def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> tuple[View, View]:
+def paged_views(cache: Cache, kv_layout: str) -> tuple[View, View]:
     """K and V of a cache in any accepted form:
 
     one tensor [pages, 2, page, heads, dim] (NHD) or [pages, 2, heads, page, dim] (HND), or [pages, 2, heads, dim] with
@@ -35,22 +35,23 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
     """
     if isinstance(cache, (tuple, list)):
         if len(cache) != 2:
-            raise RunError(f"{name} has {len(cache)} entries: pass one tensor, or the pair (k_cache, v_cache).")
-        k = _paged_view(cache[0], kv_layout, f"{name}[0]")
-        v = _paged_view(cache[1], kv_layout, f"{name}[1]")
+            raise RunError(f"paged_kv_cache has {len(cache)} entries: pass one tensor, or the pair (k_cache, v_cache).")
+        k = _paged_view(cache[0], kv_layout, "paged_kv_cache[0]")
+        v = _paged_view(cache[1], kv_layout, "paged_kv_cache[1]")
         if k[:3] != v[:3]:
             raise RunError(
-                f"{name} holds K of shape {tuple(cache[0].shape)} and V of shape {tuple(cache[1].shape)}. "
+                f"paged_kv_cache holds K of shape {tuple(cache[0].shape)} and V of shape {tuple(cache[1].shape)}. "
                 "They must have the same pages, page size and heads."
             )
         return k, v
     if not isinstance(cache, torch.Tensor):
-        checks.tensor(cache, name, RunError)
+        checks.tensor(cache, "paged_kv_cache", RunError)
     if cache.dim() not in (4, 5) or cache.shape[1] != 2:
         raise RunError(
-            f"{name} has shape {tuple(cache.shape)}: pass [pages, 2, ...] with 4 or 5 dimensions, or a (K, V) pair."
+            f"paged_kv_cache has shape {tuple(cache.shape)}: pass [pages, 2, ...] with 4 or 5 dimensions, or a "
+            "(K, V) pair."
         )
-    k = _paged_view(cache.select(1, 0), kv_layout, name)
+    k = _paged_view(cache.select(1, 0), kv_layout, "paged_kv_cache")
     return k, k._replace(offset=cache.stride(1))
 
 

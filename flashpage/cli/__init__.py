@@ -6,10 +6,12 @@ import argparse
 import importlib
 import os
 import sys
+from types import ModuleType
 from typing import NoReturn
 
-from ..base.errors import FlashpageError, PlanError
+from ..base.errors import FlashpageError, PlanError, SettingError
 from ..base.version import VERSION
+from . import settings
 from .values import ArgumentError
 
 _COMMANDS = {
@@ -33,8 +35,44 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
 
 
+_SHOWS_SETTINGS = ("info", "collect-env")  # with refused values in place
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 1 failed, 2 wrong argument, 3 slow (selftest), 130 interrupted."""
+    """Runs one command; returns the exit code: 0, 1 failed, 2 wrong argument or environment variable, 3 slow
+    (selftest), 130 interrupted."""
+    program = "flashpage"
+    try:
+        found = _parsed(arguments)
+        if found is None:
+            return 0
+        module, parsed = found
+        program += f" {parsed.command}"
+        if parsed.command not in _SHOWS_SETTINGS:
+            settings.check()
+        code: int = module.run(parsed)
+        return code
+    except FlashpageError as error:
+        for line in str(error).splitlines() if isinstance(error, SettingError) else [error]:
+            print(f"{program}: {line}", file=sys.stderr)
+        return 2 if isinstance(error, PlanError | ArgumentError | SettingError) else 1
+    except BrokenPipeError:  # `flashpage ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a file that cannot be written, a full disk
+        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
+        print(f"{program}: {message}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Python 3.11 and older put RuntimeError around what __set_name__ raises, which torch's import has.
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        print(f"{program}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parsed(arguments: list[str] | None) -> tuple[ModuleType, argparse.Namespace] | None:
+    """The module of the command with its arguments; None: help was printed."""
     parser = _Parser(prog="flashpage", description="Attention for LLM servers: plan once a step, run once a layer.")
     parser.add_argument("--version", action="version", version=f"flashpage {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -45,23 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
     parsed, unknown = parser.parse_known_args(arguments)
     if parsed.command is None and not unknown:
         parser.print_help()
-        return 0
+        return None
     if parsed.command is None:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if unknown:
         commands.choices[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    try:
-        return modules[parsed.command].run(parsed)
-    except FlashpageError as error:
-        print(f"flashpage {parsed.command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, PlanError | ArgumentError) else 1
-    except BrokenPipeError:  # `flashpage ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:  # a file that cannot be written, a full disk
-        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
-        print(f"flashpage {parsed.command}: {message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"flashpage {parsed.command}: interrupted", file=sys.stderr)
-        return 130
+    return modules[parsed.command], parsed

@@ -112,7 +112,7 @@ def _build_aot_list(arguments: argparse.Namespace) -> int:
         )
     folder = arguments.output or "the package"
     print(f"building the AOT list into {folder}; `flashpage build --help` has other uses", flush=True)
-    command = [sys.executable, "-m", "aot.build"]
+    command = [sys.executable, "-c", "import sys, aot.build; sys.exit(aot.build.main(program='flashpage build'))"]
     for target in arguments.target:
         command += ["--target", target]
     if arguments.output:

@@ -25,11 +25,12 @@ def run(arguments: argparse.Namespace) -> int:
         for action, meaning in _ACTIONS.items():
             print(f"flashpage cache {action:<5}  {meaning}")
         return 0
+    if arguments.action == "clear":
+        print(f"removed {counted(cache.clear(), 'kernel')} from {cache.jit_store().folder}")
+        return 0
     store = cache.jit_store()
     if arguments.action == "path":
         print(store.folder)
-    elif arguments.action == "clear":
-        print(f"removed {counted(store.clear(), 'kernel')} from {store.folder}")
     else:
         entries = store.entries()
         for entry in entries:

@@ -9,7 +9,7 @@ import os
 import platform
 
 from ..base import env
-from . import info
+from . import info, settings
 
 # Packages whose versions a report needs: those that flashpage uses, and those that call it.
 _PACKAGES = "torch numpy jinja2 ninja triton transformers vllm sglang flashinfer-python nvidia-cuda-nvrtc".split()  # noqa: SIM905
@@ -85,14 +85,11 @@ def _torch_cuda() -> list[tuple[str, str]]:
 
 
 def _environment() -> list[tuple[str, str]]:
-    ours = sorted(name for name in os.environ if name.startswith("FLASHPAGE_"))
-    problems = env.problems()
-    rows = []
-    for name in [*ours, *(name for name in _OTHERS if name in os.environ)]:
-        unknown = " (flashpage has no such variable)" if name in ours and name not in env.VARIABLES else ""
-        rows.append(
-            (name, f"{os.environ[name]}{unknown}" if name not in problems else f"NOT ACCEPTED: {problems[name]}")
-        )
+    names = sorted(name for name in env.VARIABLES if name in os.environ)
+    refused, rows = settings.refused(), []
+    for name in [*names, *(name for name in _OTHERS if name in os.environ)]:
+        rows.append((name, f"NOT ACCEPTED: {refused[name]}" if name in refused else os.environ[name]))
+    rows += [(name, f"{os.environ[name]} (flashpage has no such variable)") for name in settings.unknown()]
     return rows or [("variables", "none is set")]
 
 

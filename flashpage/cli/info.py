@@ -17,6 +17,7 @@ from ..base import env, paths
 from ..base.errors import FlashpageError
 from ..base.text import counted
 from ..base.version import VERSION
+from . import settings
 
 if TYPE_CHECKING:
     from ..kernels.devices import Device
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
+    settings.check()
     return 0
 
 
@@ -153,4 +155,9 @@ def kernels() -> list[tuple[str, str]]:
 
 
 def _environment() -> list[tuple[str, str]]:
-    return [(name, f"{env.get(name) or '(not set)'}: {meaning}") for name, meaning in env.VARIABLES.items()]
+    refused = settings.refused()
+    rows = [
+        (name, f"NOT ACCEPTED: {refused[name]}" if name in refused else f"{env.get(name) or '(not set)'}: {meaning}")
+        for name, meaning in env.VARIABLES.items()
+    ]
+    return [*rows, *((name, f"{os.environ[name]}: flashpage has no such variable") for name in settings.unknown())]

@@ -21,10 +21,13 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kv_lens",
         type=values.lengths,
-        help="tokens of each request: 300,17,4096 or 64x4096 (64 requests of 4096) or zipf:64:4096 (64 requests, mean)",
+        help="tokens of each request: 300,17,4096 or 64x4096 (64 requests of 4096) or KIND:64:4096 (64 requests, "
+        f"mean), where KIND is {', '.join(values.KINDS[:-1])} or {values.KINDS[-1]}",
     )
     parser.add_argument(
-        "--q-lens", type=values.lengths, help="query rows of each request, in the same forms (default: 1)"
+        "--q-lens",
+        type=values.lengths,
+        help="query rows of each request, in the same forms; a single number is for all (default: 1)",
     )
     parser.add_argument("--heads", type=values.heads, default=(32, 8), help="query/KV heads (default: 32/8)")
     parser.add_argument("--head-dim", type=values.head_dim, default=128, help="dimension of each head (default: 128)")
@@ -41,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cuda if there is a card, else cpu (default)",
     )
     parser.add_argument("--card", help="name of a card, which need not be in this machine (default: this machine's)")
-    parser.add_argument("--ctas", type=values.count, help="CTAs that share the work (default: all that run at once)")
+    parser.add_argument("--ctas", type=values.ctas, help="CTAs that share the work (default: all that run at once)")
     parser.add_argument("--items", action="store_true", help="list the work items, too")
     parser.add_argument("--svg", type=Path, help="file to which the plan is drawn")
     parser.add_argument("--html", type=Path, help="file for a page of the plan, with search, zoom and details")
@@ -50,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..plan.report.plan import plan_lengths
 
-    kv_lens, q_lens = arguments.kv_lens, arguments.q_lens
-    if q_lens is not None and len(q_lens) != len(kv_lens):
-        raise values.ArgumentError(f"--q-lens has {len(q_lens)} entries but the batch has {len(kv_lens)} requests")
+    kv_lens, q_lens = arguments.kv_lens, values.q_lengths(arguments.q_lens, arguments.kv_lens)
     if arguments.page_size < 0:
         raise values.ArgumentError(f"--page-size is {arguments.page_size}: pass the tokens of a page, or 0 for ragged")
     if arguments.window_left < -1:

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(report: Report) -> None:
     read, multiplied = report.read_gbps, report.matmul_tflops
-    number = "fp32" if report.device == "cpu" else "bf16"  # rates.matmul_tflops
+    number = "bf16 or fp32, the faster one," if report.device == "cpu" else "bf16"  # rates.matmul_tflops
     rates = f"torch reads {read or 0:.1f} GB/s and multiplies {number} at {multiplied or 0:.3g} TFLOP/s here"
     if read is None or multiplied is None:
         rates = "torch's own rates could not be measured here"

@@ -31,10 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise values.ArgumentError(
             "--backend is cuda but torch finds no card here: pass --backend cpu, or leave it out"
         )
-    if arguments.q_lens is not None and len(arguments.q_lens) != len(arguments.kv_lens):
-        raise values.ArgumentError(
-            f"--q-lens has {len(arguments.q_lens)} entries but the batch has {len(arguments.kv_lens)} requests"
-        )
+    arguments.q_lens = values.q_lengths(arguments.q_lens, arguments.kv_lens)
     if arguments.page_size < 1:
         raise values.ArgumentError(f"--page-size is {arguments.page_size}: pass the tokens of a page")
     timeline = _record(arguments, torch.device(backend))

@@ -8,6 +8,8 @@ import statistics
 
 from ..base.errors import FlashpageError
 
+MOST_CTAS = 1 << 16  # for which a plan takes 5 MB; cards run some thousand at once
+
 
 class ArgumentError(FlashpageError):
     """A wrong argument that argparse cannot find, because it depends on others or on this machine."""
@@ -21,6 +23,14 @@ def count(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def ctas(text: str) -> int:
+    """A number of CTAs of which a plan has room."""
+    value = count(text)
+    if value > MOST_CTAS:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MOST_CTAS}")
     return value
 
 
@@ -76,6 +86,15 @@ def distribution(kind: str, batch: int, mean: int) -> list[int]:
 
 def _normal_quantile(p: float) -> float:
     return statistics.NormalDist().inv_cdf(p)
+
+
+def q_lengths(given: list[int] | None, kv_lens: list[int]) -> list[int] | None:
+    """The query rows of each request; a single number is that of all requests."""
+    if given is None or len(given) == len(kv_lens):
+        return given
+    if len(given) != 1:
+        raise ArgumentError(f"--q-lens has {len(given)} entries but the batch has {len(kv_lens)} requests")
+    return given * len(kv_lens)
 
 
 def heads(text: str) -> tuple[int, int]:

@@ -193,6 +193,7 @@ class _Build:
         if ninja is not None and self._write_rules():
             with contextlib.suppress(OSError):  # ninja does not start, but a compiler may
                 self._run_together(ninja, jobs)
+            process.fail_if_stopped()  # which is an OSError, too
         for key in [key for key in self._locks if self._jobs[key].started.exists()]:
             self._finish(key)
         self._run_each(jobs or process.job_count(len(self._locks)))
@@ -204,11 +205,13 @@ class _Build:
             for key in list(self._locks):
                 if len(running) == count:
                     self._wait_for(*running.popleft())
+                process.fail_if_stopped()
                 job, compiler = self._jobs[key], ends.enter_context(contextlib.ExitStack())
                 progress.say(f"compiling {job.spec.name} for {job.target.name} with {job.compiler.name}")
                 try:
                     compiler.enter_context(job.running())
                 except OSError as error:  # too many processes, most often
+                    process.fail_if_stopped()
                     self._end_job(key, error=_refused(job.spec, error))
                 else:
                     running.append((key, compiler))

@@ -29,6 +29,7 @@ from typing import Any
 
 from .. import kernels
 from ..base import env, paths
+from ..base.errors import FlashpageError
 from ..base.warn import warn
 from ..kernels.spec import KernelSpec
 from . import files
@@ -300,5 +301,12 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Empties the cache; returns how many entries there were (flashpage cache clear)."""
+    """Empties the cache; returns how many entries there were (flashpage cache clear). FlashpageError if another user
+    could write to its folder: nothing is then removed, neither there nor in the folder that serves instead."""
+    folder = env.cache_dir()
+    if why := files.fault(folder):
+        raise FlashpageError(
+            f"the kernel cache {folder} is not cleared, because {why}: give it to this user and take write access from "
+            "others (chown, chmod go-w), or set FLASHPAGE_CACHE_DIR to the folder to clear"
+        )
     return jit_store().clear()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import kernels
-from ..kernels import judged
+from ..kernels import json_records
 from ..kernels.spec import KernelSpec
 from .targets import Target
 
@@ -46,8 +46,8 @@ def read_manifest(path: str | os.PathLike[str]) -> list[tuple[KernelSpec, Target
     data = parse_json(file.read_bytes())
     if not isinstance(data, dict) or data.get("flashpage_manifest") != _VERSION:
         raise ValueError(f"{path} is not a flashpage manifest of version {_VERSION}")
-    judges = {"flashpage_manifest": judged.number(_VERSION, _VERSION), "kernels": _kernels}
-    return judged.record("the manifest", data, judges, frozenset(judges))["kernels"]
+    judges = {"flashpage_manifest": json_records.number(_VERSION, _VERSION), "kernels": _kernels}
+    return json_records.record("the manifest", data, judges, frozenset(judges))["kernels"]
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -62,7 +62,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def _kernels(_: str, rows: Any) -> list[tuple[KernelSpec, Target]]:
     if not isinstance(rows, list) or len(rows) > _MAX_KERNELS:
-        raise judged.refuse("kernels", rows, f"a list of at most {_MAX_KERNELS}")
+        raise json_records.refuse("kernels", rows, f"a list of at most {_MAX_KERNELS}")
     return [_kernel(f"kernels[{number}]", row) for number, row in enumerate(rows)]
 
 
@@ -73,8 +73,11 @@ def _kernel(place: str, row: Any) -> tuple[KernelSpec, Target]:
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
 
-    judges: dict[str, judged.Judge] = {"spec": lambda place, data: KernelSpec.from_json(data, place), "target": target}
-    found = judged.record(place, row, judges, frozenset(judges))
+    judges: dict[str, json_records.Judge] = {
+        "spec": lambda place, data: KernelSpec.from_json(data, place),
+        "target": target,
+    }
+    found = json_records.record(place, row, judges, frozenset(judges))
     spec, target_of = found["spec"], found["target"]
     if kernels.find(spec.kernel) is None:
         raise ValueError(f"{place}.spec.kernel is {spec.kernel!r}: there is no such kernel")

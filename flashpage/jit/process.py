@@ -99,6 +99,7 @@ def running(
         fail_if_stopped()  # after the line above: `stopped` has not seen this child, or ends it
         yield child
         child.wait()
+        fail_if_stopped()  # it was ended, and has not failed
     except BaseException:
         if child is not None:
             _end(child)

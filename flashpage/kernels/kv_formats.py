@@ -1,8 +1,8 @@
 """How caches store rows of K and V: plain elements, or numbers with scales (include/flashpage/formats).
 
-A new format with scales is a file there and a row here. Kernels of the CPU then read and append it, and cases,
-benchmarks and tests of the kernels that append and widen take it. What else it needs:
-- on cards numbers of 4 or 8 bits with one scale a row, or one for 16 columns (decode_sm90: `_LAYOUTS`; appends:
+A new format with scales, of numbers of 4 or 8 bits, is a file there and a row here. Kernels of the CPU then read and
+append it, and cases, benchmarks and tests of the kernels that append and widen take it. What else it needs:
+- on cards one scale a row, or one for 16 columns (decode_sm90: `_LAYOUTS`; appends:
   include/flashpage/kernels/helpers/append_quantised.h); attention_sm80 reads scales of 8, 16, 32 and more columns;
 - what its bits mean, apart from its header: `NUMBERS` of tests/kernels/test_kv_formats.py, and `_quantised` and `_read`
   of tests/support/format_rows.py;
@@ -33,7 +33,7 @@ class KvFormat:
     header: str  # file of include/flashpage/formats, without .h
     cpp: str  # its struct
     stored: tuple[str, ...]  # torch's names of types that the tensor may have; a type may hold two numbers of 4 bits
-    bits: int  # of a number
+    bits: int  # of a number: 4 or 8, and of plain elements 8, 16 or 32
     scale_columns: int  # columns that share a scale; 0: no scales of its own; WHOLE_ROW: one for a token and head
     scales: tuple[str, ...]  # torch's names of types that scales may have
     has_zero: bool  # whether a scale holds a zero point
@@ -41,6 +41,13 @@ class KvFormat:
     # alone. Empty: no matrix does.
     unrotated: str
     why: str
+
+    def __post_init__(self) -> None:
+        if not self.is_plain and self.bits not in (4, 8):
+            raise ValueError(
+                f"format {self.name} has bits={self.bits}: pass 4 or 8, and store narrower numbers in one of these, as "
+                "kernels find a number by whole or half bytes."
+            )
 
     @property
     def is_hadamard(self) -> bool:

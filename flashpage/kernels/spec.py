@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.dtypes import DType
 from ..variants.spec import VariantSpec
-from . import judged, kv_formats, latent_formats
+from . import json_records, kv_formats, latent_formats
 from .tile import Tile
 
 
@@ -108,7 +108,7 @@ class KernelSpec:
     def from_json(data: Any, place: str = "spec") -> KernelSpec:
         """The spec of to_json, whose fields may be left out if they have their defaults. ValueError, which begins with
         `place`, where a field is not what the spec may hold."""
-        return KernelSpec(**judged.record(place, data, _FIELDS, frozenset({"kernel"})))
+        return KernelSpec(**json_records.record(place, data, _FIELDS, frozenset({"kernel"})))
 
 
 def _dtype(place: str, value: Any) -> DType:
@@ -116,41 +116,41 @@ def _dtype(place: str, value: Any) -> DType:
 
 
 def _tile(place: str, value: Any) -> Tile | None:
-    return None if value is None else Tile(**judged.record(place, value, _TILE, _TILE_NEEDS))
+    return None if value is None else Tile(**json_records.record(place, value, _TILE, _TILE_NEEDS))
 
 
 def _variant(place: str, value: Any) -> VariantSpec:
-    return VariantSpec(**judged.record(place, value, _VARIANT))
+    return VariantSpec(**json_records.record(place, value, _VARIANT))
 
 
-_DTYPE = judged.choice(*(dtype.value for dtype in DType))
-_HEAD_DIM = judged.number(0, 1024)
-_TILE = {field.name: judged.number(1, 4096) for field in dataclasses.fields(Tile)}
-_TILE |= dict.fromkeys(("ring_bytes", "shared_limit"), judged.number(0, 1 << 24))
+_DTYPE = json_records.choice(*(dtype.value for dtype in DType))
+_HEAD_DIM = json_records.number(0, 1024)
+_TILE = {field.name: json_records.number(1, 4096) for field in dataclasses.fields(Tile)}
+_TILE |= dict.fromkeys(("ring_bytes", "shared_limit"), json_records.number(0, 1 << 24))
 _TILE_NEEDS = frozenset(field.name for field in dataclasses.fields(Tile) if field.default is dataclasses.MISSING)
 _VARIANT = {
-    "logit": judged.source,
-    "mask": judged.source,
-    "tensors": judged.TENSORS,
-    "scalars": judged.SCALARS,
+    "logit": json_records.source,
+    "mask": json_records.source,
+    "tensors": json_records.TENSORS,
+    "scalars": json_records.SCALARS,
 }
-_FIELDS: dict[str, judged.Judge] = {
-    "kernel": judged.kernel_name,
+_FIELDS: dict[str, json_records.Judge] = {
+    "kernel": json_records.kernel_name,
     "q_dtype": _dtype,
     "kv_dtype": _dtype,
     "out_dtype": _dtype,
     "head_dim_qk": _HEAD_DIM,
     "head_dim_vo": _HEAD_DIM,
-    "kv_source": judged.choice("paged", "ragged", *latent_formats.SOURCES),
-    "latent_format": judged.choice(latent_formats.PLAIN, latent_formats.SCALED, *latent_formats.PACKED),
-    "k_format": judged.choice(*kv_formats.NAMES),
-    "v_format": judged.choice(*kv_formats.NAMES),
-    "mask_source": judged.choice("implicit", "packed_bits", "function"),
-    "position_encoding": judged.choice("none", "rope"),
+    "kv_source": json_records.choice("paged", "ragged", *latent_formats.SOURCES),
+    "latent_format": json_records.choice(latent_formats.PLAIN, latent_formats.SCALED, *latent_formats.PACKED),
+    "k_format": json_records.choice(*kv_formats.NAMES),
+    "v_format": json_records.choice(*kv_formats.NAMES),
+    "mask_source": json_records.choice("implicit", "packed_bits", "function"),
+    "position_encoding": json_records.choice("none", "rope"),
     "tile": _tile,
     "variant": _variant,
-    "loader": judged.choice("", "boxes", "rows", "converted", "transposed", "columns", "blocks"),
-    "trace": judged.flag,
+    "loader": json_records.choice("", "boxes", "rows", "converted", "transposed", "columns", "blocks"),
+    "trace": json_records.flag,
 }
 
 

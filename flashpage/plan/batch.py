@@ -204,7 +204,7 @@ class Batch:
         self._numbers(i).copy_(tensor)
 
     def _numbers(self, i: int) -> torch.Tensor:
-        """A struct that reads an array's numbers in place."""
+        """The part of the copy that holds the numbers of array i, by their type."""
         array = self._arrays[i]
         dtype = torch.int64 if array.is_int64 else torch.int32
         return self._copies[i].view(dtype)[: array.length]

@@ -328,6 +328,8 @@ def check_run_heads(num_q_heads: int, num_kv_heads: int, options: Options) -> tu
             f"num_qo_heads={options.num_q_heads}, num_kv_heads={options.num_kv_heads}: "
             "plan with the largest head counts of all layers."
         )
+    if num_q_heads < 1:
+        raise RunError(f"q has 0 heads but the plan is for {options.num_q_heads}: pass q as [rows, heads, head_dim].")
     if num_kv_heads < 1 or num_q_heads % num_kv_heads:
         raise RunError(f"q has {num_q_heads} heads and the cache {num_kv_heads}: pass a multiple of the cache's heads.")
     return num_q_heads, num_kv_heads

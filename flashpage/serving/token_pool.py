@@ -11,7 +11,8 @@ from ..base import checks
 from ..base.errors import FlashpageError, PlanError, RunError
 from ..native import fastcall
 from ..wrappers import append, operators
-from ..wrappers.append_launch import AppendLaunch, AppendPlaces
+from ..wrappers.append_launch import AppendLaunch
+from ..wrappers.append_places import AppendPlaces
 
 _MOST_LAUNCHES = 64  # forms of rows that a pool keeps
 UNOWNED_PAGE = 0  # never given to a request: rows that pad a captured batch write here
@@ -184,7 +185,12 @@ class TokenPool:
     def _append(
         self, launch: AppendLaunch, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        places = AppendPlaces(self._first_request, slots, self._all_indptr, self._all_pages)
+        places = AppendPlaces(
+            batch_indices=self._first_request,
+            positions=slots,
+            kv_indices=self._all_pages,
+            kv_indptr=self._all_indptr,
+        )
         launch.run(*self._parts(k, v), self._cache_parts(cache), places)
         torch.autograd.graph.increment_version(cache)
 

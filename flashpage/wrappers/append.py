@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..base import checks, env, kv_view, tensor_memory
+from ..base import checks, kv_view, tensor_memory
 from ..base.errors import FlashpageError, RunError
 from ..kernels import kv_formats
 from ..plan.lengths import batch_of
 from . import operators
-from .latent_append import LatentPlaces, LatentWrite, Scales, latent_write, of_no_columns, refuse_to_quantise
-from .quantised_append import Places, QuantisedWrite
+from .append_places import AppendPlaces, as_index, checked_places
+from .latent_append import Scales, latent_write, of_no_columns, refuse_to_quantise
+from .quantised_append import QuantisedWrite
 
 
 def append_paged_kv_cache(
@@ -50,8 +51,10 @@ def append_paged_kv_cache(
     checks.layout(kv_layout, RunError)
     if kv_format is not None:
         write = QuantisedWrite((append_key, append_value), paged_kv_cache, kv_cache_sf, kv_format, kv_layout)
-        lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-        write.write(_paged_places(lists, write), k_scale, v_scale)
+        places = AppendPlaces(
+            batch_indices=batch_indices, positions=positions, kv_indices=kv_indices, kv_indptr=kv_indptr
+        )
+        write.write(checked_places(places, kv_last_page_len, write.nnz, write.device), k_scale, v_scale)
         return
     if not (kv_cache_sf is k_scale is v_scale is None):
         raise RunError("kv_cache_sf, k_scale and v_scale need kv_format: pass it, or leave them None.")
@@ -84,18 +87,10 @@ def append_paged_kv_cache(
             raise RunError(
                 f"{name} has dtype {tensor.dtype} but another part of the cache has {cache[0].dtype}: pass equal types."
             )
-    batch = batch_of(kv_indptr, "kv_indptr")
-    indices = [
-        _index(tensor, name, length, device)
-        for name, tensor, length in (
-            ("batch_indices", batch_indices, nnz),
-            ("positions", positions, nnz),
-            ("kv_indices", kv_indices, None),
-            ("kv_indptr", kv_indptr, None),
-        )
-    ]
-    _check_last_page_len(kv_last_page_len, batch, device)
-    operators.call("append_paged_kv_cache", append_key, append_value, *indices, cache, kv_layout)
+    places = AppendPlaces(batch_indices=batch_indices, positions=positions, kv_indices=kv_indices, kv_indptr=kv_indptr)
+    places = checked_places(places, kv_last_page_len, nnz, device)
+    lists = (places.batch_indices, places.positions, places.kv_indices, places.kv_indptr)
+    operators.call("append_paged_kv_cache", append_key, append_value, *lists, cache, kv_layout)
 
 
 def nvfp4_quantize_append_paged_kv_cache(
@@ -125,8 +120,8 @@ def nvfp4_quantize_append_paged_kv_cache(
     """
     checks.layout(kv_layout, RunError)
     write = QuantisedWrite((append_key, append_value), paged_kv_cache, kv_cache_sf, "nvfp4", kv_layout)
-    lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    write.write(_paged_places(lists, write), k_scale, v_scale)
+    places = AppendPlaces(batch_indices=batch_indices, positions=positions, kv_indices=kv_indices, kv_indptr=kv_indptr)
+    write.write(checked_places(places, kv_last_page_len, write.nnz, write.device), k_scale, v_scale)
 
 
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
@@ -157,26 +152,14 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     checks.refuse_all(nvfp4_4over6=nvfp4_4over6)
     checks.layout(kv_layout, RunError)
     write = QuantisedWrite((append_key, append_value), paged_kv_cache, kv_cache_sf, kv_format, kv_layout)
-    slots = _index(slot_mapping, "slot_mapping", None, write.device)
+    slots = as_index(slot_mapping, "slot_mapping", None, write.device)
     if len(slots) > write.nnz:
         raise RunError(
             f"slot_mapping has {len(slots)} entries but append_key has {write.nnz} rows: pass a slot for each row."
         )
     write.waits_for_scales = True  # as FlashInfer
     write.check_slots(slots)
-    write.write(Places(slots), k_scale, v_scale)
-
-
-def _paged_places(lists: tuple[Any, ...], write: QuantisedWrite) -> Places:
-    """batch_indices, positions, kv_indices, kv_indptr and kv_last_page_len, checked."""
-    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len = lists
-    _check_last_page_len(kv_last_page_len, batch_of(kv_indptr, "kv_indptr"), write.device)
-    return Places(
-        positions=_index(positions, "positions", write.nnz, write.device),
-        batch_indices=_index(batch_indices, "batch_indices", write.nnz, write.device),
-        kv_indices=_index(kv_indices, "kv_indices", None, write.device),
-        kv_indptr=_index(kv_indptr, "kv_indptr", None, write.device),
-    )
+    write.write(slots, k_scale, v_scale)
 
 
 def append_paged_mla_kv_cache(
@@ -214,10 +197,13 @@ def append_paged_mla_kv_cache(
     is_e4m3 = isinstance(ckv_cache, torch.Tensor) and ckv_cache.dtype is torch.float8_e4m3fn
     is_given = isinstance(append_ckv, torch.Tensor) and append_ckv.dtype is torch.float8_e4m3fn
     if kv_row_format is not None or (is_e4m3 and not is_given):
-        lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
         scales = Scales(ckv_scale, ckv_scale_arr, kpe_scale)
         write = latent_write((append_ckv, append_kpe), (ckv_cache, kpe_cache), scales, kv_row_format)
-        _append_in_fp8(write, lists, scales)
+        lists = AppendPlaces(
+            batch_indices=batch_indices, positions=positions, kv_indices=kv_indices, kv_indptr=kv_indptr
+        )
+        write.write(checked_places(lists, kv_last_page_len, len(write.ckv), write.ckv.device), scales)
+        torch.autograd.graph.increment_version(write.caches)
         return
     checks.refuse_all(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
     refuse_to_quantise("ckv_cache", ckv_cache, append_ckv)
@@ -244,27 +230,6 @@ def append_paged_mla_kv_cache(
         names = {"paged_kv_cache": "ckv_cache and kpe_cache", "append_key": "append_ckv", "append_value": "append_kpe"}
         error.use_names(names | {"paged_kv_cache[0]": "ckv_cache", "paged_kv_cache[1]": "kpe_cache"})
         raise
-
-
-def _append_in_fp8(write: LatentWrite, places: tuple[Any, ...], scales: Scales) -> None:
-    nnz, device = write.ckv.shape[0], write.ckv.device
-    lengths = (nnz, nnz, None, None)
-    names = ("batch_indices", "positions", "kv_indices", "kv_indptr")
-    lists = (
-        _index(*pair, length, device) for pair, length in zip(zip(places, names, strict=False), lengths, strict=True)
-    )
-    _check_last_page_len(places[4], batch_of(places[3], "kv_indptr"), device)
-    write.write(LatentPlaces(*lists), scales)
-    torch.autograd.graph.increment_version(write.caches)
-
-
-def _check_last_page_len(kv_last_page_len: Any, batch: int, device: torch.device) -> None:
-    """Only its length is used."""
-    if _index(kv_last_page_len, "kv_last_page_len", None, device).shape[0] != batch:
-        raise RunError(
-            f"kv_last_page_len has {kv_last_page_len.shape[0]} entries but kv_indptr has {batch} requests: "
-            "pass one entry for each."
-        )
 
 
 def get_batch_indices_positions(
@@ -348,29 +313,3 @@ def _into(given: torch.Tensor | None, values: torch.Tensor, name: str) -> torch.
             f"pass int32 of {tuple(values.shape)}, or None."
         )
     return given.copy_(values)
-
-
-def _index(tensor: torch.Tensor, name: str, length: int | None, device: torch.device) -> torch.Tensor:
-    """The tensor as contiguous int32."""
-    checks.tensor(tensor, name, RunError)
-    checks.same_device(tensor, device, name, RunError)
-    if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
-        raise RunError(
-            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass int32 or int64, one dimension."
-        )
-    if length is not None and tensor.shape[0] != length:
-        raise RunError(f"{name} has {tensor.shape[0]} entries but {length} are expected: pass as many.")
-    if tensor.dtype is torch.int64 and not is_dynamo_compiling():
-        tensor = _narrowed(tensor, name)
-    return tensor.to(torch.int32).contiguous().resolve_neg()
-
-
-def _narrowed(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Checks for 32 bits. A card cannot report errors: larger numbers become the largest one, and are out of range."""
-    within = tensor.clamp(-(2**31), 2**31 - 1)
-    if tensor.is_cpu or (env.is_on("FLASHPAGE_CHECK_INDICES") and not torch.cuda.is_current_stream_capturing()):
-        wrong = (within != tensor).nonzero()
-        if len(wrong):
-            i = int(wrong[0])
-            raise RunError(f"{name}[{i}]={int(tensor[i])} is beyond 32 bits: pass numbers of this batch and cache.")
-    return within

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -12,16 +11,8 @@ from .. import jit, native
 from ..base import kv_view
 from ..kernels import helpers
 from ..kernels.spec import KernelSpec
+from .append_places import AppendPlaces
 from .row_launches import launch_rows
-
-
-class AppendPlaces(NamedTuple):
-    """Where new tokens go, int32 and contiguous: the request of each, its position there, and the requests' pages."""
-
-    batch_indices: torch.Tensor
-    positions: torch.Tensor
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
 
 
 class AppendLaunch:
@@ -58,7 +49,8 @@ class AppendLaunch:
         params, nnz = self._params, key.shape[0]
         params.append_key, params.append_value, params.nnz = key.data_ptr(), value.data_ptr(), nnz
         params.k.data, params.v.data = cache[0].data_ptr(), cache[-1].data_ptr() + self._value_offset
-        params.batch_indices, params.positions, params.kv_indptr, params.kv_indices = (t.data_ptr() for t in places)
+        params.batch_indices, params.positions = places.batch_indices.data_ptr(), places.positions.data_ptr()
+        params.kv_indices, params.kv_indptr = places.kv_indices.data_ptr(), places.kv_indptr.data_ptr()
         if self._kernel is None:
             native.check(native.load().fp_cpu_append(self._address, self._size))
         else:

@@ -16,6 +16,7 @@ from ..kernels.latent_formats import check_format
 from ..kernels.spec import KernelSpec
 from ..run.checks import check_places, has_pages, rows_of_pages
 from . import operators
+from .append_places import AppendPlaces
 from .quantised_append import WIDE
 from .row_launches import launch_rows
 
@@ -31,15 +32,6 @@ def refuse_to_quantise(name: str, cache: Any, rows: Any) -> None:
             f"{name} has dtype {cache.dtype}: latent rows are quantised to float8_e4m3fn alone; pass such a cache, "
             f"or rows of {cache.dtype}."
         )
-
-
-class LatentPlaces(NamedTuple):
-    """Where new tokens go: contiguous int32 on the device of the cache."""
-
-    batch_indices: torch.Tensor
-    positions: torch.Tensor
-    kv_indices: torch.Tensor
-    kv_indptr: torch.Tensor
 
 
 class Scales(NamedTuple):
@@ -58,7 +50,7 @@ class LatentWrite(NamedTuple):
     caches: tuple[torch.Tensor, ...]  # [pages, page_size, columns]: of both parts, or of packed rows
     format: str
 
-    def write(self, places: LatentPlaces, scales: Scales) -> None:
+    def write(self, places: AppendPlaces, scales: Scales) -> None:
         ckv, device = self.ckv, self.ckv.device
         first, last = self.caches[0], self.caches[-1]
         views = kv_view.latent_views(first if first is last else (first, last), first.shape[2])
@@ -72,7 +64,7 @@ class LatentWrite(NamedTuple):
             v=native.KvView(last.data_ptr(), v.page_stride, v.token_stride, 0),
             nnz=ckv.shape[0],
             page=native.make_fast_div(k.page_size),
-            **{name: tensor.data_ptr() for name, tensor in places._asdict().items()},
+            **places.addresses(),
         )
         kept = self._set_scales(params, scales, (k.num_pages, k.page_size))
         if not ckv.shape[0]:
@@ -124,7 +116,7 @@ class LatentWrite(NamedTuple):
 
     # ---------------------------------------------------------------- on the CPU
 
-    def _write_here(self, places: LatentPlaces, scales: Scales, k: kv_view.View) -> None:
+    def _write_here(self, places: AppendPlaces, scales: Scales, k: kv_view.View) -> None:
         given = (places.batch_indices >= 0).nonzero().squeeze(1)
         requests, positions = places.batch_indices[given], places.positions[given]
         check_places(requests, positions, places.kv_indices, places.kv_indptr, k)

@@ -242,7 +242,7 @@ class BatchMLASparseAttentionWrapper:
         self._attention.plan(Lengths(None, starts, None, of_plan), NO_PAGES, self._options, self._values)
         return lens
 
-    def _plan_on_device(self, lists: torch.Tensor, topk_length: torch.Tensor, entries: int = 0) -> None:
+    def _plan_on_device(self, lists: torch.Tensor, topk_length: torch.Tensor, entries: int) -> None:
         """Plans where the lengths are; the lists' rows are those of a table."""
         tables = TableLengths(
             self.device,

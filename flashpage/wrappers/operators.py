@@ -24,7 +24,8 @@ from ..base.tensor_memory import waited
 from ..kernels.options import Options, RunOptions
 from ..native import fastcall
 from ..run.checks import Scales, Tensors, cache_of, check_places, has_pages, scales_of
-from .append_launch import AppendLaunch, AppendPlaces
+from .append_launch import AppendLaunch
+from .append_places import AppendPlaces
 from .row_launches import launch_merge, rows_of, vector_rows
 
 
@@ -294,7 +295,7 @@ def _append_paged_kv_cache(
         check_places(batch_indices, positions, kv_indices, kv_indptr, k)
     elif not has_pages(batch_indices, kv_indices):
         return
-    places = AppendPlaces(batch_indices, positions, kv_indptr, kv_indices)
+    places = AppendPlaces(batch_indices=batch_indices, positions=positions, kv_indices=kv_indices, kv_indptr=kv_indptr)
     AppendLaunch(append_key, append_value, cache, kv_layout).run(append_key, append_value, cache, places)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,18 +17,13 @@ from ..kernels.kv_formats import KvFormat
 from ..kernels.spec import KernelSpec
 from ..run.checks import check_places, has_pages
 from . import operators
+from .append_places import AppendPlaces
 from .row_launches import launch_rows
 
 WIDE = (torch.float16, torch.bfloat16, torch.float32)  # types of rows that are quantised
 
 
-class Places(NamedTuple):
-    """Where new tokens go: contiguous int32 on the device of the cache. Slots are positions without the others."""
-
-    positions: torch.Tensor
-    batch_indices: torch.Tensor | None = None
-    kv_indices: torch.Tensor | None = None
-    kv_indptr: torch.Tensor | None = None
+Slots = torch.Tensor  # contiguous int32: page * page_size + token in the page, of each row
 
 
 class QuantisedWrite:
@@ -148,8 +143,9 @@ class QuantisedWrite:
                 "pass page * page_size + token."
             )
 
-    def write(self, places: Places, k_scale: Any, v_scale: Any) -> None:
+    def write(self, places: AppendPlaces | Slots, k_scale: Any, v_scale: Any) -> None:
         """Elements are divided by the scales of the tensors, numbers or float32 tensors of one entry (None: 1)."""
+        positions = places if isinstance(places, torch.Tensor) else places.positions
         if operators.is_traced():
             self._call_operator(places, k_scale, v_scale)
             return
@@ -160,13 +156,13 @@ class QuantisedWrite:
             key_head_stride=self._rows[0].stride(1),
             value_row_stride=self._rows[1].stride(0),
             value_head_stride=self._rows[1].stride(1),
-            nnz=len(places.positions),
+            nnz=len(positions),
             num_kv_heads=self._rows[0].shape[1],
             rotates_keys=self.formats[0].is_hadamard,
             stops_at_bad_scales=self.waits_for_scales and is_capturing(self.device),
             num_slots=min(self.views[0].num_pages * self.views[0].page_size, 2**31 - 1),
             page=native.make_fast_div(self.views[0].page_size),
-            **{name: part.data_ptr() for name, part in places._asdict().items() if part is not None},
+            **({"positions": places.data_ptr()} if isinstance(places, torch.Tensor) else places.addresses()),
         )
         for field, tensor, view in zip(
             ("k", "v", "key_scales", "value_scales"), self._parts, (*self.views, *self._scale_views), strict=True
@@ -179,11 +175,17 @@ class QuantisedWrite:
             self._launch(params)
         torch.autograd.graph.increment_version([part for part in self._parts if part is not None])
 
-    def _call_operator(self, places: Places, k_scale: Any, v_scale: Any) -> None:
+    def _call_operator(self, places: AppendPlaces | Slots, k_scale: Any, v_scale: Any) -> None:
         scales = (k_scale, v_scale)
+        lists: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if isinstance(places, torch.Tensor):
+            positions = places
+        else:
+            positions, lists = places.positions, (places.batch_indices, places.kv_indices, places.kv_indptr)
         torch.ops.flashpage.append_quantised(
             *self._rows,
-            *places,
+            positions,
+            *lists,
             self._parts[:2],
             [part for part in self._parts[2:] if part is not None],
             *(side.name for side in self.formats),
@@ -219,11 +221,10 @@ class QuantisedWrite:
             raise RunError(f"{name}={value}: pass a positive finite number, by which elements are divided.")
         return checks.real(name, value, positive=True, error=RunError)
 
-    def _have_pages(self, places: Places) -> bool:
+    def _have_pages(self, places: AppendPlaces | Slots) -> bool:
         """Whether tokens have pages at all; on the CPU each must have a right one."""
-        if places.batch_indices is None:
+        if isinstance(places, torch.Tensor):
             return True
-        assert places.kv_indices is not None and places.kv_indptr is not None
         if self.device.type != "cpu":
             return has_pages(places.batch_indices, places.kv_indices)
         given = (places.batch_indices >= 0).nonzero().squeeze(1)
@@ -287,9 +288,13 @@ def _append_quantised(
     sides = [left.pop(0) if name in kv_formats.FORMATS else None for name in (k_format, v_format)]
     write = QuantisedWrite((append_key, append_value), tuple(cache), tuple(sides), (k_format, v_format), kv_layout)
     write.waits_for_scales = waits_for_scales
-    places = Places(positions, batch_indices, kv_indices, kv_indptr)
-    if batch_indices is None:
+    places: AppendPlaces | Slots = positions
+    if batch_indices is None or kv_indices is None or kv_indptr is None:
         write.check_slots(positions)
+    else:
+        places = AppendPlaces(
+            batch_indices=batch_indices, positions=positions, kv_indices=kv_indices, kv_indptr=kv_indptr
+        )
     write.write(places, k_scale if k_scales is None else k_scales, v_scale if v_scales is None else v_scales)
 
 

@@ -1,5 +1,5 @@
 """Arguments that once crashed the process or silently gave a wrong result: tensors with odd memory, odd values.
-tests/support/bad_input.py has the table of arguments that are plainly wrong."""
+tests/support/wrong_arguments.py has the table of arguments that are plainly wrong."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import DIM, HEADS, KINDS, KV_HEADS, PAGE, decode_plan, decode_run, ints, ragged_run, workspace
 from odd_tensors import ODD, planned
+from wrong_arguments import DIM, HEADS, KINDS, KV_HEADS, PAGE, decode_plan, decode_run, ints, ragged_run, workspace
 
 import flashpage
 from flashpage import CapabilityError, PlanError, RunError, VariantError

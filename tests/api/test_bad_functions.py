@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import DIM, HEADS, KV_HEADS, PAGE, PAGES, ints
 from odd_tensors import ODD
+from wrong_arguments import DIM, HEADS, KV_HEADS, PAGE, PAGES, ints
 
 import flashpage
 from flashpage import RunError

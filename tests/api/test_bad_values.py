@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bad_input import DIM, HEADS, KINDS, KV_HEADS, decode_plan, decode_run, ints, workspace
 from odd_tensors import planned
+from wrong_arguments import DIM, HEADS, KINDS, KV_HEADS, decode_plan, decode_run, ints, workspace
 
 import flashpage
 from flashpage import PlanError, RunError, jit, native

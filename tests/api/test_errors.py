@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import DIM, KINDS, KV_HEADS, META, PAGE, PAGES, TABLE, Bad, decode_plan, ints, workspace
+from wrong_arguments import DIM, KINDS, KV_HEADS, META, PAGE, PAGES, TABLE, Bad, decode_plan, ints, workspace
 
 import flashpage
 from flashpage import CapabilityError, PlanError, RunError

@@ -89,7 +89,7 @@ def test_lengths_on_the_device_are_planned_there(tensors: Any) -> None:
     q, cache, lists = tensors
     wrapper = made()
     wrapper.plan(lists, **OPTIONS)
-    wrapper._plan_on_device(lists, torch.tensor([4, 10, 0], dtype=torch.int32))
+    wrapper._plan_on_device(lists, torch.tensor([4, 10, 0], dtype=torch.int32), lists.shape[-1])
     out = wrapper.run(query=q, kv_cache=cache)
     close(out[0], exact(q, cache, lists[:, :4])[0])
     close(out[1], exact(q, cache, lists)[1])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import DIM, HEADS, KV_HEADS, PAGE, PAGES, decode_plan, prefill_plan, ragged_plan
+from wrong_arguments import DIM, HEADS, KV_HEADS, PAGE, PAGES, decode_plan, prefill_plan, ragged_plan
 
 import flashpage
 

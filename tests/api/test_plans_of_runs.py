@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import ints, workspace
+from wrong_arguments import ints, workspace
 
 import flashpage
 from flashpage import CapabilityError, CompileError, KernelMissingError, PlanError, RunError

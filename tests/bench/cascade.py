@@ -7,7 +7,6 @@ of the L2. `--small --device cpu` runs tiny shapes with the host's clock: it onl
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import importlib.util
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from command_line import Parser
 from gpu import GpuClock, HostClock
 from workloads import Paged, indptr
 
@@ -120,7 +120,7 @@ def measure(batch: Batch, library: Any, clock: GpuClock | HostClock) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--libraries", default=",".join(LIBRARIES), help="libraries that are not installed are skipped")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", default="cuda")

@@ -6,11 +6,11 @@ has a cluster of that size; `planner`: the planner chooses. Sizes with too few c
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import torch
+from command_line import Parser
 from gpu import GpuClock, HostClock, in_turns
 from peers import Batch
 from workloads import Case
@@ -89,7 +89,7 @@ def measure(case: Case, sizes: list[int], rounds: int, clock: GpuClock | HostClo
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--sizes", default="", help=f"comma-separated, of {', '.join(map(str, CLUSTER_SIZES))}")
     parser.add_argument("--rounds", type=int, default=3)

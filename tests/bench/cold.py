@@ -9,7 +9,6 @@ in parentheses. `--small --device cpu` makes one round with the host's compiler.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import json
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from command_line import Parser
 
 OWN, PEER = "flashpage", "flashinfer"
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES, ROWS = 32, 8, 128, 16, 8, 64
@@ -171,7 +172,7 @@ def main() -> int:
         return 0
     from record import Recorder  # not above, as it imports torch, which the new processes time
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "--libraries", default="", help="comma-separated; default: flashpage and, on a card, FlashInfer"
     )

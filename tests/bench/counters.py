@@ -11,7 +11,6 @@ program works.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import re
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from command_line import Parser
 from gpu import LIBRARIES, SECTIONS, HostClock, tensors
 from peers import Call
 from record import Recorder
@@ -183,7 +183,7 @@ def find_case(name: str, sections: Iterable[str]) -> tuple[str, Case] | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--case", default="batch 64, context 4k", help="a case's whole name (default: %(default)s)")
     parser.add_argument("--library", default="flashpage", choices=list(LIBRARIES), help="default: %(default)s")
     parser.add_argument("--section", choices=list(SECTIONS), help="of the case (default: the first that has it)")

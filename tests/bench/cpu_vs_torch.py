@@ -11,7 +11,6 @@ Exit status 1 if torch is faster, or if flashpage's error is more than twice tor
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from command_line import Parser
 from torch.nn.functional import scaled_dot_product_attention
 from workloads import Paged, indptr
 
@@ -183,7 +183,7 @@ def errors(case: Case, inputs: list[torch.Tensor], ours: torch.Tensor, theirs: t
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     repeats = parser.parse_args().repeats
     threads = native.load().fp_cpu_threads()

@@ -8,7 +8,6 @@ tiny shapes and pretends that a call takes one watt: it only shows that the prog
 
 from __future__ import annotations
 
-import argparse
 import collections
 import statistics
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from board import Board, Reading
+from command_line import Parser
 from peers import PEERS, Batch, Call
 from record import Recorder
 from workloads import Case
@@ -107,7 +107,7 @@ def mark_on_host() -> Callable[[], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--libraries", default="flashpage,fa3")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", default="cuda")

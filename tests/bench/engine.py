@@ -9,7 +9,6 @@ place of the rates: kernels of attention and of matrix products, other kernels, 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import importlib.util
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from command_line import Parser
 from record import Recorder
 from sdpa_attention import SdpaAttention
 from step_profile import is_product, kernels_of, note_time, of_a_step, started_profiler
@@ -221,7 +221,7 @@ def parts_of(phase: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=2048, help="mean tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=128, help="most new tokens of a request")

@@ -14,7 +14,6 @@ by which perplexity grows.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import Parser
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from format_names import kv_types
@@ -188,7 +188,7 @@ def drift(device: str, recorder: Recorder) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", metavar="FILE", help="appends the figures as lines of data")
     arguments = parser.parse_args()

@@ -8,7 +8,6 @@ FlashInfer is installed, also its time over the same nvfp4 cache.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import importlib.util
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import Parser
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from format_names import EACH, kv_types
@@ -133,7 +133,7 @@ def measure(case: Case, rounds: int, clock: GpuClock | HostClock, device: torch.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=15, help="replays in each round, of which the median counts")

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from board import SAMPLES
+from command_line import Parser
 from latent_peers import LATENT_PEERS, LatentBatch
 from peers import ALONE, PEERS, Batch, Call, installed
 from record import Recorder
@@ -247,7 +248,7 @@ def has_failed_apart(arguments: argparse.Namespace, section: str, index: int) ->
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     parser.add_argument(
         "--libraries", help=f"comma-separated; default: those installed, here {', '.join(installed(LIBRARIES))}"

@@ -7,7 +7,6 @@ one token of context, to time the host's part.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import statistics
@@ -18,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from command_line import Parser
 from gpu import HostClock, rounds_of
 from latent_peers import LatentBatch, latent_plan
 from record import Recorder
@@ -163,7 +163,7 @@ def time_runs(subjects: dict[str, Subject], report: Report, device: torch.device
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=50, help="timed calls of each library in a round")
     parser.add_argument("--rounds", type=int, default=4, help="rounds, in each of which all libraries are timed")

@@ -6,7 +6,6 @@ one KV head's K or V of a token; a ring is the shared memory in flight on each S
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import subprocess
@@ -15,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from command_line import Parser
 from gpu import GpuClock
 from workloads import Case, Paged
 
@@ -117,7 +117,7 @@ def loader_of(page_size: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=15)

@@ -10,7 +10,6 @@ program works.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import statistics
@@ -20,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from command_line import Parser
 from gpu import GpuClock, HostClock, rounds_of
 from peers import PEERS, Batch, Call, installed
 from record import Recorder
@@ -204,7 +204,7 @@ def show_ways(step: Step, rounds: int, clock: GpuClock | HostClock) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", default="", help="mixes whose name contains this")
     for part, labels in PEERS_OF.items():
         parser.add_argument(f"--{part}", default=",".join(labels), help="comma-separated libraries of this part")

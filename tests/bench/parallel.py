@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command_line import Parser
 from gpu import GpuClock, HostClock
 from record import Recorder
 from workloads import Paged
@@ -120,7 +121,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="a divisor of the query heads")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

@@ -6,11 +6,11 @@ through ctypes). Loads are by the cost model: what a CTA takes at the costs of f
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import time
 
 import numpy as np
+from command_line import Parser
 
 from flashpage import native
 from flashpage.base.dtypes import DType
@@ -124,7 +124,7 @@ def row(what: str, kind: str, batch: Batch, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--rounds", type=int, default=200, help="of each timing")
     parser.add_argument("--largest", type=int, default=1_000_000, help="requests of the largest simulated batch")
     arguments = parser.parse_args()

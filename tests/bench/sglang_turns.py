@@ -19,6 +19,7 @@ from typing import Any
 
 import engine_turns
 from chrome_steps import phase_of
+from command_line import Parser
 from engine_turns import Running, Server
 from record import Recorder
 from step_profile import of_a_step, show_profile
@@ -99,7 +100,7 @@ def _profile(servers: dict[str, Server], case: str, trace: str, chosen: argparse
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     engine_turns.add_arguments(parser, traces="1k,6k", repeats=4)
     parser.add_argument("--backends", default="flashpage,fa3,triton", help="SGLang's names (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="cards of each engine (default: %(default)s)")

@@ -6,11 +6,11 @@ do so (flashpage/plan/gather_rows.py); `ragged`: without the copy.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 
 import torch
+from command_line import Parser
 from gpu import GpuClock, HostClock, in_turns
 from peers import Batch
 from workloads import Case
@@ -72,7 +72,7 @@ def measure(case: Case, rounds: int, clock: GpuClock | HostClock, device: torch.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15, help="replays in each round, of which the median counts")

@@ -9,7 +9,6 @@ shows that the program works.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import statistics
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from command_line import Parser
 from gpu import GpuClock, HostClock, rounds_of
 from peers import Call
 from record import Recorder
@@ -139,7 +139,7 @@ def main_of(
     section: str, description: str | None, cases: Sequence[Any], measure: Callable[..., dict[str, Any]]
 ) -> None:
     """The program of a section: its options, and a line for each of its cases."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import Parser
 from gpu import GpuClock, HostClock, figures, measure
 from peers import PEERS, Lengths, installed, planned
 from record import Recorder
@@ -202,7 +203,7 @@ def report(lines: Iterable[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="no case begins after so many; 0: only report")

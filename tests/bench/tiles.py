@@ -8,12 +8,12 @@ only ratios between tiles of equal CTAs an SM hold for the other card's rates:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 from unittest import mock
 
 import torch
+from command_line import Parser
 from gpu import GpuClock, in_turns
 from peers import Batch
 from workloads import Case
@@ -77,7 +77,7 @@ def measure(case: Case, card: devices.Device, clock: GpuClock, rounds: int) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--card", default="RTX 4090", help="a row of the table of cards")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=4)

@@ -9,7 +9,6 @@ with the host's clock: it only shows that the program works.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import inspect
 import statistics
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch_fa3
+from command_line import Parser
 from gpu import GpuClock, HostClock, rounds_of
 from record import Recorder
 from torch.nn import attention
@@ -164,7 +164,7 @@ def on_cpu(call: Callable[[], torch.Tensor], repeats: int) -> Found:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=15)

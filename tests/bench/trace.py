@@ -7,7 +7,6 @@ of the whole time.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import warnings
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from command_line import Parser
 from gpu import GpuClock, work
 from peers import Batch
 from workloads import DECODE, MORE_DECODE, Case
@@ -109,7 +109,7 @@ def show(case: Case, seconds: float, kernel: str, launch: Launch | None, names: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", help="cases of `decode` and `more-decode` whose name contains this")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--check", action="store_true", help="exit with 1 if ends spread by 5%% or more")

@@ -10,7 +10,6 @@ cpu` runs a tiny model: it only shows that the program works.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 import engine_turns
 import torch
+from command_line import Parser
 from drawn_weights import draw_weights
 from engine_turns import LLAMA, SMALL_LLAMA, Running, Server, one_or_more
 from record import Recorder
@@ -157,7 +157,7 @@ def checked(answers: dict[str, list[list[int]]]) -> dict[str, list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     engine_turns.add_arguments(parser, traces="1k", repeats=3)
     usual = ",".join(name for name in BACKENDS if name != "eager")
     parser.add_argument("--backends", default=usual, help=f"of {', '.join(BACKENDS)} (default: %(default)s)")

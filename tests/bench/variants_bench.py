@@ -11,7 +11,6 @@ library of this interface (its backend fa2). `--device cpu` shows that the progr
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import statistics
@@ -21,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from command_line import Parser
 from gpu import GpuClock, HostClock
 from peers import Batch, Call
 from record import Recorder
@@ -250,7 +250,7 @@ def measure(work: Workload, row: Row, clock: GpuClock | HostClock, peer: str) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES | MORE_CASES)}")
     parser.add_argument("--only", default="", help="rows whose name contains this")

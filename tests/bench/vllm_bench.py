@@ -7,7 +7,6 @@ names a module that registers torch.ops._C.paged_attention_v1 when it is importe
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from command_line import Parser
 from gpu import GpuClock, HostClock, work
 from peers import Batch
 from workloads import DECODE, MORE_DECODE
@@ -97,7 +97,7 @@ def host_seconds(call: Callable[[], object], device: torch.device, repeats: int 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--peer", help="module that registers vLLM's own operators")
     parser.add_argument("--more", action="store_true", help="other batches and groups instead")
     parser.add_argument("--only", default="", help="cases whose name contains this")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_turns
+from command_line import Parser
 from drawn_weights import draw_weights
 from engine_turns import LLAMA, Running, Server, differences, in_words
 from record import Recorder
@@ -148,7 +149,7 @@ def engine_of(options: dict[str, Any]) -> Running:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     engine_turns.add_arguments(parser, traces="1k,6k", repeats=4)
     parser.add_argument("--model", default="llama", choices=MODELS, help="shape (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="instead of the shape's own")

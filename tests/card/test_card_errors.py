@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import KINDS, TABLE, Bad
+from wrong_arguments import KINDS, TABLE, Bad
 
 import flashpage
 from flashpage import PlanError, RunError

@@ -16,7 +16,7 @@ from flashpage.cli import main
 from flashpage.errors import CompileError
 from flashpage.jit import manifest
 from flashpage.jit.render import render
-from flashpage.kernels import judged
+from flashpage.kernels import json_records
 from flashpage.kernels.spec import _FIELDS, KernelSpec
 
 INJECTED = "0; } int injected = 1; //"
@@ -178,5 +178,5 @@ def test_specs_of_accepted_fields_render_or_are_refused() -> None:
 
 def test_a_refusal_shows_a_short_value() -> None:
     with pytest.raises(ValueError) as caught:
-        judged.choice("none")("spec.loader", "x" * 1_000_000)
+        json_records.choice("none")("spec.loader", "x" * 1_000_000)
     assert len(str(caught.value)) < 150

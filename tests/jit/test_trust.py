@@ -20,6 +20,7 @@ from jit_sandbox import Sandbox, toy
 
 from aot import build as aot_build
 from flashpage import jit
+from flashpage.errors import FlashpageError
 from flashpage.jit import build, cache, files
 
 
@@ -98,6 +99,21 @@ def test_a_folder_that_others_can_write_is_not_used(sandbox: Sandbox, spoil: Cal
     assert caught[0].filename == __file__
     assert kernel.handle and sandbox.num_compiles() == 3
     assert cache.jit_store().folder != sandbox.cache
+
+
+def test_clear_leaves_a_folder_that_nobody_named(sandbox: Sandbox) -> None:
+    """The private one, which serves in place of a cache that is not used."""
+    obtain()
+    _writable_folder(sandbox)
+    with pytest.warns(RuntimeWarning, match="is not used"):
+        obtain(1)
+        private = cache.jit_store()
+    for folder in (sandbox.cache, private.folder):
+        assert len(list(folder.glob("*/meta.json"))) == 1
+    with pytest.raises(FlashpageError, match=rf"the kernel cache {sandbox.cache} is not cleared, because .*: give it"):
+        cache.clear()
+    for folder in (sandbox.cache, private.folder):
+        assert len(list(folder.glob("*/meta.json"))) == 1
 
 
 def test_the_private_folder_is_kept_unless_another_was_quicker(sandbox: Sandbox) -> None:

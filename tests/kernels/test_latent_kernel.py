@@ -246,7 +246,9 @@ def test_values_may_be_late_at_the_end_of_a_unit(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("kernel", "case"), [row for row in ROWS if len(row[1].q_lens) > 1 and row[1].name in WITH_NEIGHBOURS], ids=lambda value: value.name
+    ("kernel", "case"),
+    [row for row in ROWS if len(row[1].q_lens) > 1 and row[1].name in WITH_NEIGHBOURS],
+    ids=lambda value: value.name,
 )
 def test_bits_do_not_depend_on_queries_of_the_next_request(kernel: AttentionKernel, case: Case) -> None:
     """Boxes of q bring them into the same tile."""

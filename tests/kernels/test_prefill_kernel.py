@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import dataclasses
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor

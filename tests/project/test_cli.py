@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -44,6 +45,7 @@ WRONG = [  # arguments, and a word that the line must contain
     (("plan", "bell:4:100"), "bell"),
     (("plan", "100", "--heads", "7/2"), "7/2"),
     (("plan", "100", "--ctas", "0"), "--ctas"),
+    (("plan", "100", "--ctas", "10000000"), "--ctas: 10000000 is more than 65536"),
     (("plan", "100", "--head-dim", "20"), "--head-dim"),
     (("plan", "100", "--window-left", "-2"), "--window-left"),
     (("plan", "99999999999"), "at most 2147483647"),
@@ -61,6 +63,7 @@ WRONG = [  # arguments, and a word that the line must contain
     (("build", "--target", "sm_eighty", "--spec", '{"kernel": "merge"}'), "sm_eighty"),
     (("build", "--target", "avx2", "--spec", '{"kernel": "merge"}'), "cuda"),
     (("info", "everything"), "everything"),
+    (("replay", "no-such-folder"), "no-such-folder has no call.pt"),
     (("plan", "4096", "--crd", "H200"), "unrecognized arguments: --crd H200 (see `flashpage plan --help`)"),
 ]
 
@@ -91,6 +94,26 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"flashpage {VERSION}\n", "")
 
 
+@pytest.mark.parametrize(("target", "says"), [("sm_12", "is of sm_12"), ("avx3", "target 'avx3' is not known")])
+def test_a_wrong_target_of_the_aot_list(target: str, says: str) -> None:
+    done = programs.run(["-m", "flashpage", "build", "--target", target])
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("flashpage build: ") and says in done.stderr
+
+
+def test_query_rows_of_all_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    """A single number is for all, and 1 the default."""
+    batch = ("plan", "100,200,50", "--backend", "cpu", "--items")
+    assert run(capsys, *batch, "--q-lens", "4") == run(capsys, *batch, "--q-lens", "4,4,4")
+    code, out, err = run(capsys, *batch, "--q-lens", "1")
+    assert code == 0 and out and not err
+
+
+def test_help_of_plan_names_all_distributions(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "plan", "--help")
+    assert all(kind in out for kind in values.KINDS)
+
+
 def test_wrong_benchmark() -> None:
     done = programs.run(["-m", "flashpage", "bench", "sleep"])
     assert done.returncode == 2
@@ -103,6 +126,7 @@ def test_wrong_benchmark() -> None:
         ("plan --help", 0, "--largest"),
         ("plan cpu --small", 2, "pass one benchmark"),
         ("cpu --bogus", 2, "--bogus"),
+        ("decode --bogus", 2, "gpu.py: unrecognized arguments: --bogus"),
         ("decode --libraries nope", 2, "no library 'nope'"),
         ("counters --library nope", 2, "'nope'"),
         ("vllm", 0, "== vllm: skipped, torch finds no GPU here"),
@@ -114,6 +138,7 @@ def test_options_of_a_benchmark(words: str, code: int, says: str) -> None:
     no_card = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = programs.run(["-m", "flashpage", "bench", *words.split()], env=no_card)
     assert done.returncode == code and says in done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) <= 1
 
 
 LENGTHS = [
@@ -143,6 +168,51 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split()[0] for line in out.splitlines()}
     assert {"flashpage", "python", "cpu", "g++", "nvcc", "nvrtc", "cache"} <= rows
     assert set(VARIABLES) <= rows
+
+
+SETTINGS = [("FLASHPAGE_JIT", "offf"), ("FLASHPAGE_THREADS", "0"), ("FLASHPAGE_CARD", "foo"), ("FLASHPAGE_LOG", "2")]
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS)
+def test_refused_settings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """One line and exit code 2, before any work; info shows all rows first."""
+    monkeypatch.setenv(name, value)
+    for command in (("info",), ("selftest", "--quick"), ("plan", "100")):
+        code, out, err = run(capsys, *command)
+        assert code == 2 and name in err and f"'{value}'" in err and len(err.splitlines()) == 1
+        assert not out or command == ("info",)
+        assert f"\n{name:<24} NOT ACCEPTED: {name}" in out or command != ("info",)
+
+
+def test_a_setting_that_is_read_at_import() -> None:
+    command = [sys.executable, "-m", "flashpage", "info"]
+    done = subprocess.run(command, env=os.environ | {"FLASHPAGE_LOG": "2"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "flashpage info: FLASHPAGE_LOG is '2': give 0, 1, 3 or 5, or leave it unset\n"
+    command[1:] = ["-c", "import flashpage"]
+    done = subprocess.run(command, env=os.environ | {"FLASHPAGE_LOG": "2"}, capture_output=True, text=True)
+    assert done.returncode == 1 and "SettingError: FLASHPAGE_LOG is '2'" in done.stderr
+
+
+def test_unknown_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPAGE_CACHEDIR", "elsewhere")
+    code, out, _ = run(capsys, "info")
+    assert code == 0 and "FLASHPAGE_CACHEDIR       elsewhere: flashpage has no such variable" in out
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("Error calling __set_name__")])
+def test_an_interrupt_while_modules_are_imported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    error.__cause__ = KeyboardInterrupt() if isinstance(error, RuntimeError) else None
+
+    def interrupted(name: str, package: str) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert run(capsys, "plan", "100") == (130, "", "flashpage: interrupted\n")
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -41,6 +41,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import programs
 import pytest
 
 _TEXT = Path(__file__).with_name("public_names.txt").read_text()
@@ -63,3 +64,13 @@ def test_public_name(line: str) -> None:
         if package == "flashpage" or importlib.util.find_spec(package):
             raise
         pytest.skip(f"no {package}")
+
+
+@pytest.mark.parametrize("name", ["errors", "engine", "integrations", "hf", "torch_attention"])
+def test_front_doors_are_found_at_first_use(name: str) -> None:
+    """In a process that has imported nothing else."""
+    if name == "hf":
+        pytest.importorskip("transformers")
+    done = programs.run(["-c", f"import flashpage; flashpage.{name}; assert {name!r} in vars(flashpage)"])
+    if "install torch 2.11 or newer" not in done.stderr:
+        assert done.returncode == 0, done.stderr

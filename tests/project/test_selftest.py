@@ -175,13 +175,15 @@ sleep 100
 """
 
 
-def test_an_interrupt_while_compilers_run(tmp_path: Path) -> None:
-    """They end with the program, and the report of an earlier run is gone."""
+@pytest.mark.parametrize("ends", ["at SIGTERM", "at SIGKILL"])
+def test_an_interrupt_while_compilers_run(tmp_path: Path, ends: str) -> None:
+    """They end with the program, and the report of an earlier run is gone. None of them counts as failed."""
     compiler, compiles, report = (tmp_path / name for name in ("cxx", "compiles", "report.json"))
-    compiler.write_text(HANGS)
+    compiler.write_text(HANGS if ends == "at SIGKILL" else HANGS.replace("trap '' TERM", ""))
     compiler.chmod(0o755)
     report.write_text('{"verdict": "right"}')
     own = {"FLASHPAGE_CXX": str(compiler), "COMPILES": str(compiles), "FLASHPAGE_CACHE_DIR": str(tmp_path / "cache")}
+    own["FLASHPAGE_PROGRESS"] = "on"
     arguments = ["-m", "flashpage", "selftest", "--quick", "--device", "cpu", "--json", report]
     program = programs.start(arguments, env=os.environ | own)
     end = time.monotonic() + 60
@@ -192,6 +194,9 @@ def test_an_interrupt_while_compilers_run(tmp_path: Path) -> None:
     program.communicate(timeout=30)  # and not 200
     assert program.returncode == 130 and "selftest: interrupted" in program.stderr
     assert json.loads(report.read_text()) == {"verdict": "unfinished"}
+    started = [line for line in program.stderr.splitlines() if "compiling" in line]
+    assert started and len(set(started)) == len(started)
+    assert not (tmp_path / "cache" / ".failed").exists()
     assert not [pid for pid in compiles.read_text().split() if os.path.exists(f"/proc/{pid}")]
 
 

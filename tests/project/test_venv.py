@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import sys
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -49,3 +53,15 @@ def test_an_install_shows_how_far_it_is(
 def test_an_install_that_fails_shows_why(venv, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="Collecting torch(.|\n)*pip failed with exit code 3"):
         venv.install([sys.executable, "-c", PIP, str(tmp_path), "3"], tmp_path)
+
+
+def test_a_folder_with_a_space(venv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip splits PIP_CONSTRAINT at spaces."""
+    monkeypatch.setenv("PIP_CONSTRAINT", "")
+    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "")
+    monkeypatch.setattr(venv, "run", lambda *command: (tmp_path / "a b").mkdir(exist_ok=True))
+    monkeypatch.setattr(venv, "install", lambda *command: None)
+    venv.create(tmp_path / "a b", None)
+    url = urllib.parse.urlsplit(os.environ["PIP_CONSTRAINT"])
+    assert not re.search(r"\s", url.geturl())
+    assert "torch==" in Path(urllib.request.url2pathname(url.path)).read_text()

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bad_input import KINDS, workspace
+from wrong_arguments import KINDS, workspace
 
 import flashpage
 
 
 def planned(kind: str = "decode", **changed: Any) -> Any:
-    """A wrapper with the plan of bad_input's batch, with some arguments changed."""
+    """A wrapper with the plan of wrong_arguments's batch, with some arguments changed."""
     name, plan_arguments, _ = KINDS[kind]
     wrapper = getattr(flashpage, name)(workspace())
     wrapper.plan(**(plan_arguments() | changed))

@@ -25,6 +25,7 @@ void rotate_by_hadamard(float (&row)[columns]) {
 // Writes the bits of elements [begin, end).
 template <class Format>
 void store_numbers(const float* elements, int begin, int end, typename Format::Scale scale, u8* row) {
+  static_assert(has_known_bits<Format>, "numbers with scales have 4 or 8 bits, plain elements 8, 16 or 32");
   if constexpr (Format::bits == 4) {
     for (int i = begin; i < end; i += 2)
       row[i / 2] = static_cast<u8>(Format::stored(elements[i], scale) | Format::stored(elements[i + 1], scale) << 4);

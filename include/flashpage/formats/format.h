@@ -72,9 +72,14 @@ struct PlainFormat {
 template <class Format>
 inline constexpr bool is_plain_format = Format::scale_columns == 0;
 
+// Whether rows of it can be read and written: elements have whole bytes, and numbers with scales 4 or 8 bits.
+template <class Format>
+inline constexpr bool has_known_bits =
+    Format::bits == 4 || Format::bits == 8 || (is_plain_format<Format> && Format::bits % 8 == 0);
+
 template <class Format>
 FP_HOST_DEVICE constexpr int row_bytes(int columns) {
-  static_assert(Format::bits == 4 || Format::bits % 8 == 0, "numbers have 4, 8, 16 or 32 bits");
+  static_assert(has_known_bits<Format>, "numbers with scales have 4 or 8 bits, plain elements 8, 16 or 32");
   return columns * Format::bits / 8;
 }
 template <class Format>
@@ -90,6 +95,7 @@ FP_HOST_DEVICE constexpr int scale_bytes(int columns) {
 // The bits of a row's number.
 template <class Format>
 FP_HOST_DEVICE u32 stored_number(const u8* row, int column) {
+  static_assert(has_known_bits<Format>, "numbers with scales have 4 or 8 bits, plain elements 8, 16 or 32");
   if constexpr (Format::bits == 4) {
     return row[column / 2] >> column % 2 * 4 & 15;
   } else if constexpr (Format::bits == 8) {

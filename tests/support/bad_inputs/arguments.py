@@ -224,8 +224,15 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
 
 
 def kind_of(step: str, name: str) -> tuple[Badness, ...]:
-    """The bad values of an argument; KeyError if it has no kind."""
-    return _OF_STEP[step, name] if (step, name) in _OF_STEP else _KINDS[name]
+    """The bad values of an argument; LookupError if it has no kind."""
+    if (step, name) in _OF_STEP:
+        return _OF_STEP[step, name]
+    if name not in _KINDS:
+        raise LookupError(
+            f"{step}: the argument {name!r} has no kind: add it to a line of _kind(...) in {__file__}, or to _OF_STEP "
+            "there if it has another kind in this step alone; kinds.py says what each kind tries."
+        )
+    return _KINDS[name]
 
 
 # Other words by which messages name an argument.

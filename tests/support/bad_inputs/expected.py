@@ -80,6 +80,8 @@ EXPECTED: list[tuple[str, str, str]] = [
     ("plan_lengths.*.q_lens.none", "clean", ""),  # one row for each request
     ("plan_lengths.*.page_size.zero", "clean", ""),  # ragged
     ("plan_lengths.*.fixed_piece_tokens.negative", "clean", ""),  # no request is cut
+    # Functions that plan from q's shape.
+    *((f"*.{name}.heads-none", "error", f"num_qo_heads=0|{name}") for name in ("q", "q_p", "query")),
     # Errors about the order of calls.
     ("*.order.copy.*", "safe", "neither copied nor pickled"),
     ("RequestTable.release.order.plan.left-out", "any", ""),

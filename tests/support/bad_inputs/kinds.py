@@ -192,7 +192,11 @@ DATA = (
     Badness("requires-grad", "error", tensor(lambda value: is_float(value).detach().requires_grad_())),
     Badness("nan", "clean", tensor(with_first(float("nan")))),
 )
-ROWS = (*DATA, Badness("shape-rows", "error", tensor(one_more)))
+ROWS = (
+    *DATA,
+    Badness("shape-rows", "error", tensor(one_more)),
+    Badness("heads-none", "error", tensor(lambda value: value[..., :0, :])),
+)
 CACHE = (
     *DATA,
     Badness("pair-of-one", "error", lambda make, value: (value[:, 0],)),

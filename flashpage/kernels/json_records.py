@@ -1,4 +1,4 @@
-"""Records that came from a file, judged field by field before anything is made of them.
+"""JSON records that came from a file, checked field by field before anything is made of them.
 
 A spec's fields become C++ and flags of compilers, so each has its own list of what it may be. The source of a variant
 is code: its length alone is judged (docs/security.md). A ValueError names the field, its value and what is accepted.
