@@ -10,6 +10,7 @@ import torch
 from vllm_step import Form, Scene, close
 
 from flashpage import jit, native
+from flashpage.engines.plugin import group_plans
 from flashpage.engines.plugin.expanded_rows import OWN_TOKENS, ExpandedRows, ExpandedTensors
 from flashpage.engines.plugin.group_plans import SPLIT_TOKENS, GroupPlans, GroupSizes, Workspaces
 from flashpage.engines.plugin.layers import LayerOptions
@@ -47,13 +48,17 @@ def test_no_workspace_for_one_request_with_all_tokens(
     assert 0.1 < memory.asked[0] / 2**30 < most
 
 
-@pytest.mark.parametrize("changes", [{}, {"graph_requests": 8}, {"graph_rows": 64, "captures_all": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"graph_requests": 3}, {"graph_rows": 24, "captures_all": True}], ids=str)
 @pytest.mark.parametrize("less", [0, 1, 15])
-def test_the_workspace_suffices(changes: dict[str, Any], less: int, device: str) -> None:
+def test_the_workspace_suffices(
+    changes: dict[str, Any], less: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tables have room for whole pages, so that a request may seem longer than the longest one."""
-    scene = Scene(Form(), [1, 1, 1] if "graph_requests" in changes else [1, 20, 3], [100, 61, 33], device)
+    monkeypatch.setitem(group_plans._LEAST_WORKSPACE, torch.device(device).type, 1)
+    scene = Scene(Form(), [1, 1, 1] if "graph_requests" in changes else [1, 20, 3], [96, 61, 33], device)
     tokens = scene.sizes().max_tokens - less
-    planner = scene.planner(split_tokens=16, max_tokens=tokens, few_rows=1, has_exact_lengths=False, **changes)
+    largest = {"max_requests": 3, "max_rows": scene.rows, "max_tokens": tokens}
+    planner = scene.planner(split_tokens=16, has_exact_lengths=False, **largest, **changes)
     tensors = scene.tensors()
     for part in planner.plan(scene.common()).parts:
         part.run(planner.plans.layers[0], tensors)
