@@ -46,8 +46,7 @@ class ExpandedRows:
 
     Args:
         owner: the engine, for messages.
-        is_batch_invariant: no request is cut, so that results do not depend on the rest of the batch. Uncut requests
-            need no workspace, whose size the engine's own chunks would decide.
+        is_batch_invariant: no request is cut, so that results do not depend on the rest of the batch.
     """
 
     def __init__(self, workspaces: Workspaces, owner: str, *, is_batch_invariant: bool = False) -> None:
