@@ -99,10 +99,12 @@ FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int6
 // flashpage::merge_rounds.
 FP_API int32_t fp_merge_rounds(int32_t partials, int32_t jobs);
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0:
-// each request has one row; a fixed split's bound is then far lower than if one request may have all rows.
-FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
-                              int32_t num_kv_heads, const flashpage::Visibility*, const fp_schedule*,
-                              int64_t* plan_bytes, int64_t* partial_rows);
+// each request has one row; max_kv_tokens_of_one 0: one request may have all tokens. A fixed split's bound is far lower
+// if one request can have neither all rows nor all tokens.
+FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens,
+                              int64_t max_kv_tokens_of_one, int32_t num_q_heads, int32_t num_kv_heads,
+                              const flashpage::Visibility*, const fp_schedule*, int64_t* plan_bytes,
+                              int64_t* partial_rows);
 
 // Lengths in the memory of the device that plans (csrc/plan/table_planner.cpp, include/flashpage/plan/tables.h).
 struct fp_tables {

@@ -293,12 +293,13 @@ static int32_t plan_problem(const fp_problem* problem, const fp_schedule* given,
 
 int32_t fp_merge_rounds(int32_t partials, int32_t jobs) { return merge_rounds(partials, jobs); }
 
-int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
-                       int32_t num_kv_heads, const Visibility* visibility, const fp_schedule* given,
-                       int64_t* plan_bytes, int64_t* partial_rows) {
+int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int64_t max_kv_tokens_of_one,
+                       int32_t num_q_heads, int32_t num_kv_heads, const Visibility* visibility,
+                       const fp_schedule* given, int64_t* plan_bytes, int64_t* partial_rows) {
   if (int32_t status = host::check_schedule(*given, num_q_heads, num_kv_heads)) return status;
-  const plan::Bounds bounds = plan::bounds_with_own_ctas({max_batch, max_q_rows, max_kv_tokens},
-                                                         {num_q_heads, num_kv_heads, *visibility}, *given);
+  const int64_t of_one = max_kv_tokens_of_one > 0 ? max_kv_tokens_of_one : max_kv_tokens;
+  const plan::Capacity capacity{max_batch, max_q_rows, max_kv_tokens, of_one};
+  const plan::Bounds bounds = plan::bounds_with_own_ctas(capacity, {num_q_heads, num_kv_heads, *visibility}, *given);
   *plan_bytes = bounds.bytes;
   *partial_rows = bounds.partial_rows;
   return FP_OK;

@@ -69,7 +69,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
     "fp_plan_bounds": (
         c_int32,
-        [c_int32, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_int64), POINTER(c_int64)],
+        [c_int32, *[c_int64] * 3, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_int64), POINTER(c_int64)],
     ),
     "fp_tables_bounds": (c_int32, [c_void_p, c_void_p, POINTER(c_int64), POINTER(c_int64)]),
     "fp_tables_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int32]),

@@ -15,6 +15,7 @@ class Capacity(NamedTuple):
     batch: int  # requests
     entries: int  # page numbers of all requests, shared ones counted for each request; ragged: tokens
     rows: int  # rows of q; 0: those of `batch` requests that all have the same number
+    longest: int = 0  # tokens of one request; 0: those of all entries
 
     @staticmethod
     def of(use_cuda_graph: bool, **given: Any) -> Capacity | None:

@@ -25,7 +25,7 @@ from ..variants.places import CALL, CHANGED, Places
 from ..variants.spec import VariantSpec
 from . import gather_rows, plan_errors
 from .batch import Batch
-from .bounds import bounds_of
+from .bounds import Sizes, bounds_of
 from .buffers import PlanBuffer
 from .lengths import Given
 from .mask_tiles import MaskTiles
@@ -352,8 +352,8 @@ class OptionPlan:
         options, bytes_now = self.options, (batch.workspaces.float_bytes, self.call.capacity)
         if self._checked_for == (prepared, bytes_now):
             return
-        sizes = (capacity.batch, capacity.rows_of(options), capacity.tokens_of(options))
-        needed = bounds_of(prepared, *sizes)
+        tokens = capacity.tokens_of(options)
+        needed = bounds_of(prepared, Sizes(capacity.batch, capacity.rows_of(options), tokens, capacity.longest))
         self._check_workspaces(batch, needed, f"a batch of max_batch={capacity.batch} requests")
         self._checked_for = (prepared, (bytes_now[0], self.call.capacity))
 

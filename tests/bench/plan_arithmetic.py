@@ -59,6 +59,7 @@ class Batch:
                 count,
                 count * q_len,
                 int(kv_lens.sum()),
+                0,
                 *heads,
                 ctypes.byref(self.problem.visibility),
                 ctypes.addressof(self.schedule),

@@ -176,7 +176,8 @@ def bounds(batch: Batch, cutting: Cutting, one_row: bool = False) -> tuple[int, 
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
     status = native.load().fp_plan_bounds(
         len(batch.q_lens), 0 if one_row else max(1, int(batch.q_lens.sum())), int(batch.kv_lens.sum()),
-        batch.num_q_heads, batch.num_kv_heads, ctypes.byref(visibility_of(batch)), ctypes.byref(cutting.struct()),
+        int(batch.kv_lens.max(initial=0)), batch.num_q_heads, batch.num_kv_heads,
+        ctypes.byref(visibility_of(batch)), ctypes.byref(cutting.struct()),
         ctypes.byref(plan_bytes), ctypes.byref(partial_rows),
     )  # fmt: skip
     assert status == native.OK

@@ -46,10 +46,11 @@ class ExpandedRows:
 
     Args:
         owner: the engine, for messages.
+        is_batch_invariant: no request is cut, so that results do not depend on the rest of the batch.
     """
 
-    def __init__(self, workspaces: Workspaces, owner: str) -> None:
-        self._workspaces, self._owner = workspaces, owner
+    def __init__(self, workspaces: Workspaces, owner: str, *, is_batch_invariant: bool = False) -> None:
+        self._workspaces, self._owner, self._is_batch_invariant = workspaces, owner, is_batch_invariant
         self._attentions: dict[_Kind, Attention] = {}
         self._planned: set[_Kind] = set()  # in this step
         self._options: dict[tuple[_Kind, float], tuple[Options, RunOptions]] = {}
@@ -107,6 +108,7 @@ class ExpandedRows:
                 causal=kind.chunk == OWN_TOKENS,
                 sm_scale=scale,
                 q_data_type=kind.dtype,
+                disable_split_kv=self._is_batch_invariant,
             )
             found = self._options[kind, scale] = arguments.checked()
         return found

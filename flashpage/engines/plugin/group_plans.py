@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ...kernels.options import OptionOverride, Options, RunOptions
-from ...plan.bounds import workspace_bounds
+from ...plan.bounds import Sizes, workspace_bounds
 from ...plan.capacity import Capacity
 from ...plan.device_lengths import TableLengths
 from ...plan.lengths import Lengths
@@ -23,6 +24,7 @@ from .layers import LayerKind, LayerOptions, variant_of
 
 SPLIT_TOKENS = 4096  # batch-invariant engines: requests are cut at multiples of this
 _LEAST_WORKSPACE = {"cuda": 32 << 20, "cpu": 1 << 20}
+_TABLE_TOKENS = 128  # engines may have room in a row of their tables for a multiple of so many
 MOST_TOKENS = 2**31 - 1  # of all requests together, with those that their pages have room for
 
 
@@ -247,24 +249,31 @@ class GroupPlans:
                 pages = requests * sizes.few_rows
             # Their ratio chooses the kernel's tile.
             rows = 0 if use.is_decode else max(sizes.graph_rows, requests * sizes.few_rows)
-            capacity = Capacity(requests, pages, rows)
+            capacity = Capacity(requests, pages, rows, self._longest)
             attention.session.use_capacity(capacity, reads_tables=True)
         return attention
+
+    @property
+    def _longest(self) -> int:
+        """Tokens for which a row of the block tables has room."""
+        step = math.lcm(self.sizes.page_size, _TABLE_TOKENS)
+        return -(-self.sizes.max_tokens // step) * step
 
     @functools.cached_property
     def _workspace(self) -> torch.Tensor:
         """Memory for partial results of any step, which the uses share: they run one after the other."""
         sizes, needed = self.sizes, _LEAST_WORKSPACE[self.device.type]
-        tokens = min(sizes.max_requests * sizes.max_tokens, MOST_TOKENS)
-        requests, rows = sizes.max_requests, sizes.max_rows
+        requests, rows, longest = sizes.max_requests, sizes.max_rows, self._longest
+        tokens = min(requests * longest, MOST_TOKENS)
         # Few rows and many have other kernels, whose bounds differ.
         steps = [(Use.ROWS, rows), (Use.ROWS, max(sizes.graph_rows, requests * sizes.few_rows)), (Use.DECODE, requests)]
         if self.is_encoder:
-            steps = [(Use.RAGGED, rows)]
+            steps, tokens, longest = [(Use.RAGGED, rows)], rows, rows
         elif self._mask is not None:
             steps += [(Use.MASKED, count) for use, count in steps if use is Use.ROWS]
         for kind in self._kinds:
             for use, count in steps:
                 options, _ = self.options(use, kind, not use.is_decode)
-                needed = max(needed, workspace_bounds(options, requests, count, tokens, self.device)[0])
+                bounds = workspace_bounds(options, Sizes(requests, count, tokens, longest), self.device)
+                needed = max(needed, bounds[0])
         return self.workspaces.at_least(needed, self.device)

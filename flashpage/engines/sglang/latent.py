@@ -32,7 +32,8 @@ class FlashpageLatentBackend(FlashpageBackend):
         config = runner.model_config
         self._ckv, self._columns = config.kv_lora_rank, config.kv_lora_rank + config.qk_rope_head_dim
         super().__init__(runner, branches)
-        self._expanded = ExpandedRows(self._workspaces, "SGLang")
+        is_batch_invariant = bool(runner.server_args.enable_deterministic_inference)
+        self._expanded = ExpandedRows(self._workspaces, "SGLang", is_batch_invariant=is_batch_invariant)
         self._starts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by chunk
         _register_choices()
 

@@ -54,6 +54,7 @@ class FlashpageMLABuilder(MLACommonMetadataBuilder):
         layers = vllm_config.compilation_config.static_forward_context
         self._impls = [layers[name].impl for name in layer_names]
         sizes = FlashpageBuilder._sizes(self)._replace(has_exact_lengths=False, has_rotation=False)
+        sizes = sizes._replace(max_rows=sizes.max_requests * sizes.few_rows)  # decodes alone
         options = [impl.options for impl in self._impls]
         ckv = self._impls[0].kv_lora_rank
         self._planner = GroupPlanner(LatentPlans(ckv, options, sizes, device, Workspaces.of(vllm_config)))

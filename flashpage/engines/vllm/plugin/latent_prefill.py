@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from ....plan.lengths import starts_of
@@ -21,7 +22,8 @@ class FlashpagePrefill(MLAPrefillBackend):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rows = ExpandedRows(Workspaces.of(self.vllm_config), "vLLM")
+        workspaces, is_batch_invariant = Workspaces.of(self.vllm_config), bool(envs.VLLM_BATCH_INVARIANT)
+        self._rows = ExpandedRows(workspaces, "vLLM", is_batch_invariant=is_batch_invariant)
         self._starts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by chunk, on the host
         self._all_starts: torch.Tensor | None = None
 

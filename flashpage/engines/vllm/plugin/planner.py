@@ -80,7 +80,8 @@ class GroupPlanner:
         if self.plans.is_encoder:
             return (self._ragged(common),), None
         plan: Callable[[], Part]
-        in_graph = rows <= sizes.graph_rows and (sizes.captures_all or common.max_query_len <= sizes.few_rows)
+        is_few = sizes.captures_all or common.max_query_len <= sizes.few_rows
+        in_graph = is_few and _is_within(rows, sizes.graph_rows)
         if self._prompts is not None:
             self._prompts.take(common.rswa_prefix_lens)
             use = Use.MASKED_IN_GRAPH if in_graph else Use.MASKED
@@ -107,7 +108,7 @@ class GroupPlanner:
             return (plan(),), plan
         # Requests without rows are padding after the others, unless the host knows better.
         if common.max_query_len <= 1 and (rows >= requests or int(common.query_start_loc_cpu[rows]) == rows):
-            use = Use.DECODE_IN_GRAPH if requests <= sizes.graph_requests else Use.DECODE
+            use = Use.DECODE_IN_GRAPH if _is_within(requests, sizes.graph_requests) else Use.DECODE
             plan = functools.partial(self._decode, use, common, requests)
             return (plan(),), plan
         return self._any_rows(common, requests, is_causal), None
@@ -222,6 +223,11 @@ class GroupPlanner:
         for kind, attention in attentions.items():
             attention.plan(Lengths(indptr, indptr), NO_PAGES, *self.plans.options(Use.RAGGED, kind, False))
         return RaggedRows(attentions, int(indptr[-1]), False)
+
+
+def _is_within(count: int, captured: int) -> bool:
+    """Whether captured steps may have so many requests or rows; `captured`: the most of them, 0 without graphs."""
+    return 0 < captured >= count
 
 
 def _end_of(common: Any, requests: int) -> int:
