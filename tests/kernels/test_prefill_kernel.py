@@ -319,18 +319,23 @@ def test_the_kernel_on_the_host(case: Case, kernels: None) -> None:
         assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
 
 
-WITH_NEIGHBOURS = {f"host-{name}" for name in ("halves", "halves-group-5", "short-192-128", "o8")}
+WITH_NEIGHBOURS = {
+    f"host-{name}" for name in ("halves", "halves-group-5", "short-192-128", "o8", "group-5-moving", "q8-moving")
+}
 NEIGHBOURS = [case for case in CASES if case.name in WITH_NEIGHBOURS]
 assert len(NEIGHBOURS) == len(WITH_NEIGHBOURS)
 
 
+@pytest.mark.parametrize("factor", [40.0, math.inf, math.nan])
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in NEIGHBOURS], ids=str)
-def test_bits_do_not_depend_on_queries_of_the_next_request(case: Case, kernels: None) -> None:
-    """Boxes of q bring them into the same tile."""
+def test_bits_do_not_depend_on_queries_of_other_requests(case: Case, factor: float, kernels: None) -> None:
+    """Boxes of q bring those of the next request into a tile, and those of the one before may be left in its memory."""
     inputs = make_inputs(case)
-    large = dataclasses.replace(inputs, q=[inputs.q[0], *(q * 40 for q in inputs.q[1:])])
     out, lse, _ = run(case, inputs)
-    found, found_lse, _ = run(case, large)
-    own = len(inputs.q[0])
-    assert not torch.equal(out, found)
-    assert torch.equal(out[:own], found[:own]) and torch.equal(lse[:own], found_lse[:own])
+    begin = 0
+    for own, rows_of_own in enumerate(inputs.q):
+        rows = slice(begin, begin + len(rows_of_own))
+        begin = rows.stop
+        others = [q if i == own else (q.float() * factor).to(q.dtype) for i, q in enumerate(inputs.q)]
+        found, found_lse, _ = run(case, dataclasses.replace(inputs, q=others))
+        assert torch.equal(out[rows], found[rows]) and torch.equal(lse[rows], found_lse[rows])

@@ -8,21 +8,16 @@ from typing import Any
 from cases.case import prefill
 
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "num_q_heads": 8, "head_dim": 128, "causal": True}
+GROUP_5, WHOLE = {**BF16, "num_q_heads": 10}, {**BF16, "causal": False}
 MASK: dict[str, Any] = {**BF16, "causal": False, "mask": "packed", "mask_kind": "blocks"}
 CASES = [
     prefill("host-paged", "units of two heads, a short request", (70, 33, 0), (300, 33, 9), **BF16),
-    prefill(
-        "host-page-8",
-        "small boxes, and a request of one row",
-        (40, 1),
-        (450, 100),
-        page_size=8,
-        **{**BF16, "causal": False},
-    ),
+    prefill("host-page-8", "small boxes, a request of one row", (40, 1), (450, 100), page_size=8, **WHOLE),
     prefill("host-ragged", "no pages", (70, 33), (700, 40), entry="ragged", **{**BF16, "head_dim": 80}),
     prefill("host-window", "tiles that no row sees", (60,), (850,), window_left=150, **BF16),
     prefill("host-chunk", "chunks of a request", (150,), (430,), chunk=128, hidden_nan=True, **BF16),
-    prefill("host-group-5", "units of 125 rows", (60, 25), (250, 25), window_left=50, **{**BF16, "num_q_heads": 10}),
+    prefill("host-group-5", "units of 125 rows", (60, 25), (250, 25), window_left=50, **GROUP_5),
+    prefill("host-group-5-moving", "next to rows that no box fills", (60, 60), (450, 450), sm_scale=0.3, **GROUP_5),
     prefill("host-group-28", "q loaded row by row", (20,), (250,), **{**BF16, "num_q_heads": 28, "num_kv_heads": 1}),
     prefill("host-sinks", "scores that exceed the sinks", (40,), (500,), sinks=True, sm_scale=1.0, **BF16),
     prefill("host-scales", "scales by head in a lane's scale", (40,), (450,), scales="per_head", **BF16),
@@ -215,6 +210,7 @@ CASES += [
 Q8: dict[str, Any] = {**BF16, "q_dtype": "float8_e4m3fn"}
 CASES += [
     prefill("host-q8", "V is transposed while it is loaded", (70, 33, 0), (300, 33, 9), **Q8),
+    prefill("host-q8-moving", "maxima that move, next to rows of no unit", (21, 33), (450, 450), sm_scale=1.0, **Q8),
     prefill(
         "host-q8-page-8",
         "small boxes, and a request of one row",

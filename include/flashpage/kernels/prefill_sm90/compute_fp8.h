@@ -148,7 +148,8 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
   }
   FP_DEVICE void add_sums(Unit& unit) const {
     const float (&sum_factor)[2] = unit.sum_factor;
-    if (!__any_sync(0xffffffff, sum_factor[0] != 0.f || sum_factor[1] != 0.f)) return;
+    // Factors of absent rows may be NaN before anything is accumulated.
+    if (!__any_sync(0xffffffff, sum_factor[0] > 0.f || sum_factor[1] > 0.f)) return;
 #pragma unroll
     for (int n = 0; n < S::value_tiles; ++n) {
       u32 sums[4];

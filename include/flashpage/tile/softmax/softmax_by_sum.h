@@ -31,8 +31,8 @@ struct SoftmaxBySum {
                             Probabilities& probabilities, HalfScales scale, float (&factor)[1][2]) {
     float sums[2];
     exponentiate(state, scores, probabilities, scale, sums);
-    const bool is_outgrown = !(sums[0] <= sum_limit && sums[1] <= sum_limit);  // or NaN
-    const bool moves = __any_sync(0xffffffff, is_outgrown);
+    // A NaN does not vote: it may be that of an absent row, on which the bits of others must not depend.
+    const bool moves = __any_sync(0xffffffff, sums[0] > sum_limit || sums[1] > sum_limit);
     if (moves) {
       state.move(scores, scale, factor);
       exponentiate(state, scores, probabilities, scale, sums);
