@@ -129,9 +129,7 @@ def test_what_newer_versions_decide_is_refused_too(monkeypatch: pytest.MonkeyPat
     overrides = ModuleType("sglang.srt.arg_groups.overrides")
     monkeypatch.setitem(sys.modules, overrides.__name__, overrides)
     found = {"attn_cp_size": 4, **graphs_of_prompts("disabled")}
-    monkeypatch.setattr(
-        overrides, "resolved_view", lambda given: SimpleNamespace(**vars(given) | found), raising=False
-    )
+    monkeypatch.setattr(overrides, "resolved_view", lambda given: SimpleNamespace(**vars(given) | found), raising=False)
     with pytest.raises(ValueError, match="--attn-cp-size 4"):
         support.check_arguments(fake_sglang.server_args(attn_cp_size=1))
     found |= {"attn_cp_size": 1, **graphs_of_prompts("full")}

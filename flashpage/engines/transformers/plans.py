@@ -36,7 +36,7 @@ class Planned:
         self._attention, self._checked = attention, Checked()
         self.identity: tuple[Any, ...] = ()
         self._versions: tuple[int, ...] = ()  # of the tensors of `identity`
-        self._index = -1  # of the last layer that the plan served
+        self._number = -1  # of the last layer that the plan served
         self.batch: Any = None
 
     def is_for(self, layer: Layer, identity: tuple[Any, ...]) -> bool:
@@ -50,9 +50,9 @@ class Planned:
         ):
             return False
         versions = _versions_of(identity)
-        if versions != self._versions or (_UNCOUNTED in versions and layer.index <= self._index):
+        if versions != self._versions or (_UNCOUNTED in versions and layer.number <= self._number):
             return False
-        self._index = layer.index
+        self._number = layer.number
         return True
 
     def plan(
@@ -78,7 +78,7 @@ class Planned:
 
     def planned_for(self, layer: Layer, identity: tuple[Any, ...], batch: Any) -> Any:
         """Remembers the batch. Keeps the tensors of `identity` alive, so that no other tensor gets their id."""
-        self._versions, self._index = _versions_of(identity), layer.index
+        self._versions, self._number = _versions_of(identity), layer.number
         self.identity, self.batch = identity, batch
         return batch
 
