@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import fake_sglang
 import pytest
+import torch
+from sglang_latent import LatentScene
 from sglang_step import Form, Scene
 
 from flashpage.engines.sglang import support
@@ -71,8 +74,10 @@ def test_arguments_that_cannot_be_served() -> None:
         only = {"attention_backend": "fa3", name: "flashpage"}
         with pytest.raises(ValueError, match="--kv-cache-dtype fp4_e2m1"):
             support.check_arguments(fake_sglang.server_args(kv_cache_dtype="fp4_e2m1", **only))
-    with pytest.raises(ValueError, match="--dcp-size 2"):
+    with pytest.raises(ValueError, match="--dcp-size 2: .*decode context parallelism"):
         support.check_arguments(fake_sglang.server_args(dcp_size=2))
+    with pytest.raises(ValueError, match="--attn-cp-size 2: .*prefill context parallelism"):
+        support.check_arguments(fake_sglang.server_args(enable_prefill_cp=True, attn_cp_size=2))
     config = SimpleNamespace(
         attention_arch=SimpleNamespace(name="MLA"),
         hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"]),
@@ -90,3 +95,81 @@ def test_arguments_that_cannot_be_served() -> None:
     usual = Scene(Form(), *DECODE, "cpu").runner().model_config
     given = {"kv_cache_dtype": "fp8_e5m2", "page_size": 16, "get_model_config": lambda: usual}
     support.check_arguments(fake_sglang.server_args(**given))
+
+
+def graphs_of_prompts(backend: str) -> dict[str, Any]:
+    return {"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend=backend))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({}, True),
+        ({"attention_backend": "fa3", "prefill_attention_backend": "flashpage"}, True),
+        ({"attention_backend": "fa3", "speculative_draft_attention_backend": "flashpage"}, True),
+        ({"prefill_attention_backend": "fa3", "decode_attention_backend": "flashpage"}, False),
+    ],
+)
+def test_whole_graphs_of_prompts(changes: dict[str, Any], is_refused: bool) -> None:
+    """They would replay the plan of the prompts that were captured."""
+    usual = Scene(Form(), *DECODE, "cpu").runner().model_config
+    given = {"get_model_config": lambda: usual} | changes
+    for other in ("breakable", "tc_piecewise", "disabled"):
+        support.check_arguments(fake_sglang.server_args(**given | graphs_of_prompts(other)))
+    for full in (graphs_of_prompts("full"), {"cuda_graph_backend_prefill": "full"}):
+        if is_refused:
+            with pytest.raises(ValueError, match="--cuda-graph-backend-prefill full: .*breakable or disabled"):
+                support.check_arguments(fake_sglang.server_args(**given | full))
+        else:
+            support.check_arguments(fake_sglang.server_args(**given | full))
+
+
+def test_what_newer_versions_decide_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep the arguments as they were given, and decisions in a view of them."""
+    overrides = ModuleType("sglang.srt.arg_groups.overrides")
+    monkeypatch.setitem(sys.modules, overrides.__name__, overrides)
+    found = {"attn_cp_size": 4, **graphs_of_prompts("disabled")}
+    monkeypatch.setattr(overrides, "resolved_view", lambda given: SimpleNamespace(**vars(given) | found), raising=False)
+    with pytest.raises(ValueError, match="--attn-cp-size 4"):
+        support.check_arguments(fake_sglang.server_args(attn_cp_size=1))
+    found |= {"attn_cp_size": 1, **graphs_of_prompts("full")}
+    with pytest.raises(ValueError, match="--cuda-graph-backend-prefill full"):
+        support.check_arguments(fake_sglang.server_args(cuda_graph_config=None))
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", None])
+def test_early_plans_of_guesses(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Scene(Form(), *DECODE, "cpu").runner().model_config
+    given = {"get_model_config": lambda: usual, "speculative_algorithm": algorithm}
+    support.check_arguments(fake_sglang.server_args(**given))
+    is_on = SimpleNamespace(get=lambda: True)
+    envs = sys.modules["sglang.srt.environ"].envs
+    monkeypatch.setattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", is_on, raising=False)
+    if algorithm is None:
+        support.check_arguments(fake_sglang.server_args(**given))
+        return
+    with pytest.raises(ValueError, match="SGLANG_ENABLE_OVERLAP_PLAN_STREAM=1: .* before the guesses are known"):
+        support.check_arguments(fake_sglang.server_args(**given))
+
+
+@pytest.mark.parametrize("mode", [fake_sglang.ForwardMode.DECODE, fake_sglang.ForwardMode.EXTEND])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_keywords_that_are_not_served(mode: fake_sglang.ForwardMode, is_latent: bool) -> None:
+    """As slopes (ALiBi) of Baichuan-13B, or a scale of queries by their positions."""
+    scene: Any = LatentScene(*DECODE, "cpu") if is_latent else Scene(Form(), *DECODE, "cpu")
+    backend, batch = scene.backend(), scene.batch(mode)
+    backend.init_forward_metadata(batch)
+    own = {"save_kv_cache": False, "slopes": torch.ones(4), "cos_sin_cache": None, "is_neox": False}
+    with pytest.raises(ValueError, match="layer 0 passes slopes, which flashpage does not serve in SGLang"):
+        backend.forward(scene.q, None, None, scene.layer, batch, **own)
+
+
+@pytest.mark.parametrize("config", ["hf_config", "hf_text_config"])
+def test_scales_of_queries_by_their_positions(config: str) -> None:
+    """Mistral Large 3, with latent rows."""
+    runner = LatentScene(*DECODE, "cpu").runner()
+    support.check_runner(runner)
+    scaling = {"original_max_position_embeddings": 8192, "beta": 0.1}
+    vars(getattr(runner.model_config, config)).update(llama_4_scaling=scaling)
+    with pytest.raises(ValueError, match="llama_4_scaling.* Choose another --attention-backend, such as triton"):
+        support.check_runner(runner)

@@ -17,6 +17,7 @@ import transformers
 from hf_models import VOCABULARY, greedy, left_padded, make_model
 
 from flashpage import RunError, hf
+from flashpage.engines.transformers.call import judge
 from flashpage.engines.transformers.pages import PageTable
 from flashpage.wrappers.base import Attention
 
@@ -153,10 +154,11 @@ def test_layers_that_share_keys() -> None:
     assert torch.equal(greedy(model, left_padded(LENGTHS), 12, past_key_values=cache), expected)
 
 
-def test_pages_hold_what_was_written() -> None:
-    """300 random changes of a table, compared with lists of each row's tokens."""
-    random_numbers, page_size = random.Random(4), 4
-    table = PageTable(page_size, None)
+@pytest.mark.parametrize("limit", [None, 16])
+def test_pages_hold_what_was_written(limit: int | None) -> None:
+    """300 random changes of a table, compared with lists of each row's tokens. With few pages, some changes fail."""
+    random_numbers, page_size, failures = random.Random(4), 4, 0
+    table = PageTable(page_size, limit)
     table.start(3)
     rows: list[list[int]] = [[], [], []]
     written: dict[int, list[int]] = {}  # page: its tokens
@@ -164,7 +166,11 @@ def test_pages_hold_what_was_written() -> None:
         change = random_numbers.random()
         if change < 0.6 or not any(rows):
             new = [random_numbers.randrange(7) for _ in rows]
-            for source, target in table.extend(torch.tensor(new)):
+            try:
+                copies = table.extend(torch.tensor(new))
+            except RunError:
+                failures, new, copies = failures + 1, [0] * len(rows), []
+            for source, target in copies:
                 written[target] = list(written[source])
             for row, count, pages in zip(rows, new, table.pages, strict=True):
                 for token in range(step * 10, step * 10 + count):
@@ -185,6 +191,7 @@ def test_pages_hold_what_was_written() -> None:
         used = [page for pages in table.pages for page in pages]
         assert [table._users[page] for page in used] == [used.count(page) for page in used]
         assert sorted({*used, *table._free}) == list(range(table.num_pages))
+    assert (failures > 20) is (limit is not None)
 
 
 def test_prefill_in_pieces(model: Any, eager: Any) -> None:
@@ -210,6 +217,39 @@ def test_rows_are_selected(model: Any) -> None:
 def test_full_pools_are_reported(model: Any) -> None:
     with pytest.raises(RunError, match="all num_pages=4 pages"):
         greedy(model, left_padded(LENGTHS), 2, past_key_values=hf.PagedCache(model.config, num_pages=4, page_size=4))
+
+
+def test_a_full_pool_changes_nothing(model: Any) -> None:
+    """Three rows share two pages, the second in part; two of the copies that a token needs do not fit."""
+    ids, more = torch.arange(1, 7).unsqueeze(0), torch.tensor([[1], [2], [3]])
+    found = []
+    with torch.no_grad():
+        for limit in (None, 3):
+            cache = hf.PagedCache(model.config, page_size=4, num_pages=limit)
+            model(input_ids=ids, past_key_values=cache)
+            cache.batch_repeat_interleave(3)
+            for _ in range(2 if limit else 0):
+                with pytest.raises(RunError, match="all num_pages=3 pages"):
+                    model(input_ids=more, past_key_values=cache)
+                assert (cache.get_seq_length(), pages_in_use(cache)) == (6, 2)
+            cache.table.limit = None
+            found.append(model(input_ids=more, past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_layers_on_several_devices_are_reported(model: Any) -> None:
+    """As `device_map="auto"` divides a model over cards."""
+    cache = hf.PagedCache(model.config)
+    options = dict.fromkeys(("dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_bias"))
+    for own, device in zip(cache.layers, ("cpu", "meta"), strict=False):
+        q, k, v = (torch.empty(1, heads, 3, 32, device=device) for heads in (2, 2, 2))
+        layer = judge(None, q, k, v, None, options | {"is_causal": True})
+        own.update(k, v)
+        if device == "cpu":
+            own.store(layer, k, v)
+        else:
+            with pytest.raises(RunError, match=r"on several devices \(cpu and meta\): load the model on one device"):
+                own.store(layer, k, v)
 
 
 def test_a_mask_that_changes_is_reported(model: Any) -> None:

@@ -148,6 +148,7 @@ _HANDLERS = {
 }
 _MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.arg_groups.model_override_base": {"model_config_of": lambda arguments: arguments.model_config},
+    "sglang.srt.environ": {"envs": SimpleNamespace()},
     "sglang": {"__version__": TESTED["sglang"][-1]},
     "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
     "sglang.srt.layers.radix_attention": {"RadixAttention": RadixAttention},

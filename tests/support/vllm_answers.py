@@ -361,11 +361,15 @@ def check_another_block_table() -> None:
     """A group whose pages lie elsewhere takes the step of the first group."""
     first, second = (Scene(Form(), [1, 7, 2], [50, 7, 90], "cpu", seed) for seed in (0, 1))
     second.q = first.q
-    step = builder_of(first, config()).build(0, common_of(first))
+    step = (builder := builder_of(first, config())).build(0, common_of(first))
     there = common_of(second)
+    assert builder.supports_update_block_table
     moved = builder_of(second, config()).update_block_table(step, there.block_table_tensor, there.slot_mapping)
     assert moved.slot_mapping is there.slot_mapping
     close(run(moved, second.form.layer(), second.tensors()), second.expected())
+    halves = config()
+    halves.parallel_config.use_ubatching = True  # a step in two halves: vLLM would give the other half's
+    assert not builder_of(second, halves).supports_update_block_table
 
 
 def check_collectives() -> None:

@@ -19,7 +19,7 @@ from ..plugin.versions import warn_if_untested
 from .groups import Group, chunk_of, group_of, options_of
 from .planner import NO_BRANCHES, Branches, GroupPlanner
 from .rows import StepRows, rows_of
-from .support import check_layer, check_runner
+from .support import check_keywords, check_layer, check_runner
 from .tables import SlotTables
 from .trees import TreeRows
 
@@ -158,6 +158,8 @@ class FlashpageBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attention of the step's rows, [rows, heads * head_dim]; later rows of q are padding."""
+        if kwargs:
+            check_keywords(layer, kwargs)
         group, options = self._look_up(layer)
         kind = options.kind
         if save_kv_cache and k is not None and v is not None:

@@ -22,7 +22,7 @@ from .backend import FlashpageBackend
 from .groups import Group, Tokens
 from .name import NAME
 from .planner import NO_BRANCHES, Branches
-from .support import check_layer
+from .support import check_keywords, check_layer
 
 
 class FlashpageLatentBackend(FlashpageBackend):
@@ -61,16 +61,20 @@ class FlashpageLatentBackend(FlashpageBackend):
         forward_batch: Any,
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Attention of the step's rows, [rows, heads * head_dim of V]. SGLang may give the rotated columns of q and k
         apart, as `q_rope` and `k_rope`."""
+        if kwargs:
+            check_keywords(layer, kwargs)
         if not self._is_absorbed(layer):
             return self._forward_expanded(q, k, v, layer, forward_batch)
         group, options = self._look_up(layer)
         if save_kv_cache and k is not None:
-            self._write_rows(k, kwargs.get("k_rope"), layer, forward_batch.out_cache_loc)
-        heads, q_rope = layer.tp_q_head_num, kwargs.get("q_rope")
+            self._write_rows(k, k_rope, layer, forward_batch.out_cache_loc)
+        heads = layer.tp_q_head_num
         q = q.reshape(len(q), heads, -1)
         if q_rope is not None:
             q = joined((q, q_rope.view(len(q), heads, -1)))

@@ -27,16 +27,61 @@ def check_arguments(arguments: Any) -> None:
             f"--kv-cache-dtype {arguments.kv_cache_dtype}: flashpage reads {', '.join(_KV_CACHE_TYPES)}. "
             "Choose one of them, or another attention backend."
         )
-    if getattr(arguments, "dcp_size", 1) > 1:
-        raise ValueError(
-            f"--dcp-size {arguments.dcp_size}: flashpage has no decode context parallelism in SGLang. "
-            "Choose another --attention-backend, or --dcp-size 1."
-        )
+    _check_setting(arguments, resolved(arguments), serves_model)
     drafts_with = arguments.speculative_draft_attention_backend
     if arguments.speculative_algorithm == "FROZEN_KV_MTP" and drafts_with in (None, NAME):
         raise ValueError(f"--speculative-algorithm FROZEN_KV_MTP: {_NO_FROZEN_DRAFTS}")
     if serves_model:
         check_model(model_config_of(arguments), arguments.speculative_eagle_topk or 0)
+
+
+def resolved(arguments: Any) -> Any:
+    """SGLang's view of its ServerArgs with all that it has decided since."""
+    try:
+        from sglang.srt.arg_groups.overrides import resolved_view
+    except ImportError:
+        return arguments
+    return resolved_view(arguments)
+
+
+def _check_setting(arguments: Any, view: Any, serves_model: bool) -> None:
+    """Checks how steps are divided, captured and planned. `view`: resolved(arguments)."""
+    for option, name, of in (
+        ("--dcp-size", "dcp_size", "decode"),
+        ("--attn-cp-size", "attn_cp_size", "prefill"),
+    ):
+        size = max(getattr(given, name, None) or 1 for given in (arguments, view))
+        if size > 1:
+            raise ValueError(
+                f"{option} {size}: flashpage has no {of} context parallelism in SGLang. "
+                f"Choose another --attention-backend, or {option} 1."
+            )
+    prompts = getattr(view, "prefill_attention_backend", None) or getattr(view, "attention_backend", None)
+    if NAME in (prompts, arguments.speculative_draft_attention_backend) and _captures_prompts(arguments, view):
+        raise ValueError(
+            "--cuda-graph-backend-prefill full: flashpage's plans of prompts are made on the host, and SGLang makes "
+            "none before it replays such a graph. Choose --cuda-graph-backend-prefill breakable or disabled."
+        )
+    if serves_model and arguments.speculative_algorithm is not None and _plans_early():
+        raise ValueError(
+            "SGLANG_ENABLE_OVERLAP_PLAN_STREAM=1: steps that verify guesses would be planned before the guesses are "
+            "known, and flashpage does not plan them again. Unset it, or choose another --attention-backend."
+        )
+
+
+def _captures_prompts(arguments: Any, view: Any) -> bool:
+    """Whether whole steps of prompts are captured in one graph."""
+    phase = getattr(getattr(view, "cuda_graph_config", None), "prefill", None)
+    chosen = getattr(arguments, "cuda_graph_backend_prefill", None) if phase is None else phase.backend
+    return bool(chosen == "full")
+
+
+def _plans_early() -> bool:
+    """Whether SGLang plans steps on a stream of their own while the step before runs."""
+    from sglang.srt.environ import envs
+
+    setting = getattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", None)
+    return setting is not None and bool(setting.get())
 
 
 def model_config_of(arguments: Any) -> Any:
@@ -94,6 +139,11 @@ def _check_chunked_model(config: Any, topk: int) -> None:
 
 
 def _check_latent_model(config: Any, topk: int) -> None:
+    if any(getattr(given, "llama_4_scaling", None) is not None for given in (config.hf_config, config.hf_text_config)):
+        raise ValueError(
+            "this model's queries are scaled by their positions (llama_4_scaling, of Mistral Large 3), which SGLang "
+            "does not do for flashpage's latent rows. Choose another --attention-backend, such as triton."
+        )
     if getattr(config.hf_text_config, "index_topk", None) is not None:
         raise ValueError(
             "this model's layers choose the tokens that they see (DeepSeek sparse attention). flashpage serves them "
@@ -124,6 +174,16 @@ def check_runner(runner: Any) -> None:
         reason = refusal(config.head_dim, *given)
     if reason is not None:
         raise ValueError(f"{reason} Choose another --attention-backend.")
+
+
+def check_keywords(layer: Any, given: dict[str, Any]) -> None:
+    """Refuses what a RadixAttention layer's model hands to attention in addition to q, k, v and sinks."""
+    unknown = [name for name, value in given.items() if value is not None and value is not False]
+    if unknown:
+        raise ValueError(
+            f"layer {layer.layer_id} passes {', '.join(unknown)}, which flashpage does not serve in SGLang. "
+            "Choose another --attention-backend."
+        )
 
 
 def check_layer(layer: Any, v_head_dim: int) -> None:

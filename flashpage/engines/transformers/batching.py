@@ -12,7 +12,7 @@ from ...plan.lengths import Lengths
 from ...plan.page_indices import Pages
 from . import decode, plans, prompts
 from .call import Layer
-from .ragged import joined_to_host, packed, padded_to
+from .ragged import joined_identity, joined_to_host, packed, padded_to
 
 
 class _Slots(NamedTuple):
@@ -106,13 +106,14 @@ def _paged(
 ) -> torch.Tensor:
     kind = ("slots", layer.call, layer.window_left, group)  # each group of layers has slots of its own
     planned = plans.shared(query.device, kind, is_paged=True)
-    if planned.is_for(ends):
+    identity = joined_identity(ends)
+    if planned.is_for(layer, identity):
         rows = planned.batch
     else:
         q_indptr, kv_indptr = joined_to_host(*ends)
         last_page_len = (kv_indptr[1:] > kv_indptr[:-1]).int()
         planned.plan(layer, Lengths(q_indptr, kv_indptr, last_page_len), Pages(indices), page_size=1)
-        rows = planned.planned_for(ends, int(q_indptr[-1]))
+        rows = planned.planned_for(layer, identity, int(q_indptr[-1]))
     q = query[0].transpose(0, 1)[:rows].contiguous()
     out = planned.run(layer, q, (slots.keys, slots.values))
     return padded_to(out, query.shape[2])

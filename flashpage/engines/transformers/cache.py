@@ -52,12 +52,18 @@ class PagedCache(Cache):
         if self.history.length and self.table.batch != batch:
             raise RunError(f"the batch is {batch} but the cache holds {self.table.batch} requests: reset() it.")
 
-    def begin(self, length: int, batch: int, mask: torch.Tensor | None) -> Step:
-        """The step after which each row of the cache has `length` tokens, padding included."""
+    def begin(self, length: int, batch: int, mask: torch.Tensor | None, device: torch.device) -> Step:
+        """The step after which each row of the cache has `length` tokens, padding included. `device`: the layer's."""
+        first = self.layers[0].keys.device
+        if device != first:
+            raise RunError(
+                f"layers of a PagedCache are on several devices ({first} and {device}): "
+                "load the model on one device, or pass no past_key_values."
+            )
         if self.step is None or self.step.length != length:
             if self.table.batch != batch:
                 self.table.start(batch)
-            self.step = Step(self.table, self.history, self.layers[0].keys.device, length, mask)
+            self.step = Step(self.table, self.history, device, length, mask)
         return self.step
 
     def crop(self, tokens_to_remove: int) -> None:

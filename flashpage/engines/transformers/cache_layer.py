@@ -77,7 +77,11 @@ class PagedLayer(CacheLayerMixin):
 
     def store(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> Step:
         """Writes the new tokens, for which the forward's first layer finds places."""
-        step: Step = self.cache.begin(self.length, key.shape[0], layer.mask)
+        try:
+            step: Step = self.cache.begin(self.length, key.shape[0], layer.mask, key.device)
+        except BaseException:
+            self.shorten(self.length - key.shape[2])  # the new tokens have no places
+            raise
         self.is_pending = False
         self._fit(self.cache.table.num_pages)
         for source, target in step.copies:

@@ -49,6 +49,7 @@ class Layer(NamedTuple):
     window_left: int
     sinks: torch.Tensor | None  # [num_q_heads] fp32
     mask: torch.Tensor | None  # [batch, kv_len] bool, True at tokens; or [batch or 1, 1, q_len, kv_len]
+    number: int = -1  # the layer's number in its model; -1: unknown
 
 
 def judge(
@@ -81,7 +82,9 @@ def judge(
     # transformers' window includes the row's own token and ours does not; a 4-D mask has the window in it.
     window_left = -1 if window is None or has_mask or not call.is_causal else window - 1
     sinks = options["s_aux"]
-    return Layer(call, window_left, None if sinks is None else sinks.detach().float(), mask)
+    number = getattr(module, "layer_idx", None)
+    sinks = None if sinks is None else sinks.detach().float()
+    return Layer(call, window_left, sinks, mask, -1 if number is None else number)
 
 
 def _refuse(options: dict[str, Any], query: torch.Tensor) -> None:

@@ -30,13 +30,13 @@ def run(step: Step, layer: Layer, query: torch.Tensor, rows: torch.Tensor, indic
     topk, q_length = indices.shape[2], query.shape[2]
     planned = plans.shared(step.device, ("lists", layer.call), is_paged=True, is_listed=True)
     identity = (step, topk)
-    if planned.is_for(identity):
+    if planned.is_for(layer, identity):
         lens = planned.batch
     else:
         lens = _lengths(step, layer, topk)
         starts = torch.arange(lens.numel() + 1, device="cpu") * topk
         planned.plan(layer, Lengths(None, starts, None, lens), page_size=step.page_size)
-        planned.planned_for(identity, lens)
+        planned.planned_for(layer, identity, lens)
     found = step.lists
     if found is None or found[0] is not indices:  # layers without an indexer get another layer's lists
         check_lists(indices, q_length, step.length)

@@ -32,7 +32,10 @@ class PageTable:
         )
 
     def extend(self, new: torch.Tensor) -> list[tuple[int, int]]:
-        """Allocates room for `new` [batch] more tokens; returns the pages to copy first, as pairs (from, to)."""
+        """Allocates room for `new` [batch] more tokens; returns the pages to copy first, as pairs (from, to). Changes
+        nothing if there are too few pages."""
+        if self.limit is not None and self._pages_for(new) > len(self._free):
+            raise RunError(f"all num_pages={self.limit} pages of the cache are in use: pass a larger num_pages.")
         copies = []
         for request, count in enumerate(new.tolist()):
             if not count:
@@ -46,6 +49,20 @@ class PageTable:
             pages.extend(self._take() for _ in range(needed - len(pages)))
         self.lengths = self.lengths + new
         return copies
+
+    def _pages_for(self, new: torch.Tensor) -> int:
+        """The number of pages that `extend` takes."""
+        total = 0
+        users: dict[int, int] = {}  # of shared pages, without the requests that copy them
+        for pages, length, count in zip(self.pages, self.lengths.tolist(), new.tolist(), strict=True):
+            if not count:
+                continue
+            total += -(-(length + count) // self.page_size) - len(pages)
+            if length % self.page_size:
+                left = users.get(pages[-1], self._users[pages[-1]])
+                if left > 1:
+                    total, users[pages[-1]] = total + 1, left - 1
+        return total
 
     def shorten(self, removed: torch.Tensor) -> None:
         """Removes the last `removed` [batch] tokens."""
@@ -81,8 +98,7 @@ class PageTable:
 
     def _take(self) -> int:
         if not self._free:
-            if self.limit is not None:
-                raise RunError(f"all num_pages={self.limit} pages of the cache are in use: pass a larger num_pages.")
+            assert self.limit is None, "extend has counted the pages"
             more = max(16, self.num_pages)  # doubling, so that a page moves once on average
             self._free = list(range(self.num_pages, self.num_pages + more))[::-1]
             self._users += [0] * more

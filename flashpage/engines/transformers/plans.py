@@ -17,6 +17,7 @@ from ...wrappers.plan_arguments import Checked
 from .call import Layer
 
 _MOST_PLANS = 16  # kinds of layers whose plans a thread keeps
+_UNCOUNTED = -1  # version of a tensor whose writes torch does not count
 _WORKSPACE_BYTES = {"cuda": 128 << 20, "cpu": 16 << 20}
 
 
@@ -34,20 +35,31 @@ class Planned:
     def __init__(self, attention: Attention) -> None:
         self._attention, self._checked = attention, Checked()
         self.identity: tuple[Any, ...] = ()
+        self._versions: tuple[int, ...] = ()  # of the tensors of `identity`
+        self._number = -1  # of the last layer that the plan served
         self.batch: Any = None
 
-    def is_for(self, identity: tuple[Any, ...]) -> bool:
-        """Compares tensors by identity: one forward passes the same objects to each layer."""
+    def is_for(self, layer: Layer, identity: tuple[Any, ...]) -> bool:
+        """Compares tensors by identity, as one forward passes the same objects to each layer, and by their versions,
+        which count writes. torch counts none for tensors of inference mode: their plan serves later layers of the same
+        forward alone, which have larger numbers than the layers before them."""
         old = self.identity
-        return len(old) == len(identity) and all(
+        if len(old) != len(identity) or not all(
             a is b if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) else a == b
             for a, b in zip(old, identity, strict=True)
-        )
+        ):
+            return False
+        versions = _versions_of(identity)
+        if versions != self._versions or (_UNCOUNTED in versions and layer.number <= self._number):
+            return False
+        self._number = layer.number
+        return True
 
     def plan(
         self, layer: Layer, lengths: Lengths, pages: Pages = NO_PAGES, page_size: int = 0, mask: Mask | None = None
     ) -> None:
         """Plans for this layer; layers that differ only in window or sinks use the same plan."""
+        self.identity = ()  # if this plan fails, it is for no batch
         arguments = layer.call.arguments(page_size, layer.window_left, mask is not None)
         self._attention.plan(lengths, pages, *self._checked.of(arguments), mask)
 
@@ -64,10 +76,20 @@ class Planned:
         out: torch.Tensor = attention.run_indices(tensors, lists, False, NO_SCALES, layer.sinks, None)
         return out
 
-    def planned_for(self, identity: tuple[Any, ...], batch: Any) -> Any:
+    def planned_for(self, layer: Layer, identity: tuple[Any, ...], batch: Any) -> Any:
         """Remembers the batch. Keeps the tensors of `identity` alive, so that no other tensor gets their id."""
+        self._versions, self._number = _versions_of(identity), layer.number
         self.identity, self.batch = identity, batch
         return batch
+
+
+def _versions_of(identity: tuple[Any, ...]) -> tuple[int, ...]:
+    """The versions of its tensors."""
+    return tuple(
+        _UNCOUNTED if tensor.is_inference() else tensor._version
+        for tensor in identity
+        if isinstance(tensor, torch.Tensor)
+    )
 
 
 _local = _Local()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,16 +21,14 @@ def attend(layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     """Attention of a padded batch, [batch, q_length, num_q_heads, head_dim_vo]."""
     mask, (batch, _, q_length, _), kv_length = layer.mask, query.shape, key.shape[2]
     planned = plans.shared(query.device, ("ragged", layer.call, layer.window_left), is_paged=False)
-    # Inference tensors count no writes; one forward makes its own.
-    version = -1 if mask is None or mask.is_inference() else mask._version
-    identity = (mask, version, batch, q_length, kv_length)
-    if planned.is_for(identity):
+    identity = (mask, batch, q_length, kv_length)
+    if planned.is_for(layer, identity):
         rows = planned.batch
     else:
         rows = _rows(layer, query, kv_length)
         lengths = Lengths(indptr(rows.queries.lengths), indptr(rows.keys.lengths))
         planned.plan(layer, lengths, mask=bits(mask, batch, q_length, kv_length))
-        planned.planned_for(identity, rows)
+        planned.planned_for(layer, identity, rows)
     q = rows.queries.pack(query).contiguous()
     out = planned.run(layer, q, (rows.keys.pack(key), rows.keys.pack(value)))
     return rows.queries.unpack(out, q_length)
@@ -53,12 +51,13 @@ def packed(
 ) -> torch.Tensor:
     """Attention of requests joined in one row without padding, which begin at `ends`: [1, tokens, heads, dim_vo]."""
     planned = plans.shared(query.device, ("packed", layer.call, layer.window_left), is_paged=False)
-    if planned.is_for(ends):
+    identity = joined_identity(ends)
+    if planned.is_for(layer, identity):
         q_rows, kv_rows = planned.batch
     else:
         q_indptr, kv_indptr = joined_to_host(*ends)
         planned.plan(layer, Lengths(q_indptr, kv_indptr))
-        q_rows, kv_rows = planned.planned_for(ends, (int(q_indptr[-1]), int(kv_indptr[-1])))
+        q_rows, kv_rows = planned.planned_for(layer, identity, (int(q_indptr[-1]), int(kv_indptr[-1])))
     q, k, v = (t[0].transpose(0, 1)[:rows] for t, rows in ((query, q_rows), (key, kv_rows), (value, kv_rows)))
     out = planned.run(layer, q.contiguous(), (k, v))
     return padded_to(out, query.shape[2])
@@ -76,6 +75,12 @@ def indptr(lengths: torch.Tensor) -> torch.Tensor:
     ends = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device="cpu")
     torch.cumsum(lengths, 0, out=ends[1:])
     return ends
+
+
+def joined_identity(ends: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
+    """The identity of a plan for requests that begin at `ends`: with their numbers on the CPU, because arrays that
+    share a tensor's memory are written without torch."""
+    return (*ends, *(tensor.tolist() for tensor in ends if tensor.is_cpu))
 
 
 def joined_to_host(q_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -87,10 +87,10 @@ class Step:
         self.refuse_mixed(layer)
         planned = plans.shared(self.device, ("paged", layer.call), is_paged=True)
         identity = (self, None if mask is None else layer.mask)
-        if not planned.is_for(identity):
+        if not planned.is_for(layer, identity):
             lengths = Lengths(self.q_indptr, self.kv_indptr, self.last_page_len)
             planned.plan(layer, lengths, Pages(self.page_lists[0]), self.page_size, mask)
-            planned.planned_for(identity, None)
+            planned.planned_for(layer, identity, None)
         out = planned.run(layer, self.rows.pack(query).contiguous(), pages)
         return self.rows.unpack(out, query.shape[2])
 

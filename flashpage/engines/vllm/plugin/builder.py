@@ -22,12 +22,14 @@ from .step import Step
 class FlashpageBuilder(AttentionMetadataBuilder):
     """Makes the plans of one group of layers."""
 
-    supports_update_block_table = True
     supports_draft_decode_metadata_update = True
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # vLLM hands `update_block_table` the step of a group with equal layers. In a step of two halves that may be the
+        # step of the other half, which has other lengths.
+        self.supports_update_block_table = not getattr(vllm_config.parallel_config, "use_ubatching", False)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
