@@ -18,7 +18,7 @@ from flashpage.base import kv_view
 from flashpage.errors import RunError
 from flashpage.jit import LoadedKernel
 from flashpage.kernels import tensor_maps
-from flashpage.kernels.options import SPLIT_NEVER, Options
+from flashpage.kernels.options import Options
 
 PAGES, SIZE, KV, WIDTH = 5, 16, 3, 64
 
@@ -226,12 +226,6 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     assert structs.params.query_box_rows == read.q.box[2] == choice.spec.tile.tile_q // (HEADS // KV_HEADS)
     assert tuple(read.q.dims) == tuple(read.out.dims) == (DIM, HEADS, len(batch.q_decode), 1)
     assert structs.params.out_box_rows == read.out.box[2] == read.q.box[2]
-    own = part._options
-    part._options = dataclasses.replace(own, fixed_piece_tokens=SPLIT_NEVER)
-    bind(kernel=capability)
-    read = part.boxes  # of the next request's rows as well, on which this plan's results do not depend
-    assert structs.params.query_box_rows == read.q.element_bytes == 0 < structs.params.out_box_rows
-    part._options = own
     spec = dataclasses.replace(choice.spec, loader="transposed")
     bind(kernel=capability, spec=spec)
     read = part.boxes

@@ -43,9 +43,9 @@ def test_decode_sm90_refuses_it(layout: tuple[str, dict[str, Any]], side: str, m
 
 ASSERTIONS = {
     "3 bits": (
-        "#include <flashpage/formats/format.h>\nstruct F { static constexpr int bits = 3; };\n"
+        "#include <flashpage/formats/format.h>\nstruct F { static constexpr int bits = 3, scale_columns = 0; };\n"
         "constexpr int bytes = flashpage::row_bytes<F>(64);",
-        "numbers have 4, 8, 16 or 32 bits",
+        "numbers with scales have 4 or 8 bits, plain elements 8, 16 or 32",
     ),
     "32 columns on a card": (
         "#include <hopper.h>\n#include <flashpage/kernels/helpers/append_quantised.h>\n"
