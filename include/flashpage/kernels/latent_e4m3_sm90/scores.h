@@ -98,6 +98,7 @@ struct E4m3Scores {
       const bool is_free = shared.message_ring.is_empty(message);
       const bool moved = raise(softmax, scores, steps, scale, factor);
       exponentiate(softmax, scores, steps, scale);
+      // After a vote the compiler knows that no warp diverges, and needs no instructions to join it.
       if (__any_sync(0xffffffff, !is_free)) shared.message_ring.wait_empty(message);
       hand_over(scores, factor, moved, message);
     }

@@ -30,8 +30,8 @@ struct WideScores {
   // The operands of a block's first products, and what differs from block to block: found while the products of the
   // block before run, so that nothing is left to do between its probabilities and these products.
   struct Keys {
-    ptx::Matrix kept, query_of_kept, tail;
-    bool have_arrived;  // those of the first kept quarter; false: ask again
+    ptx::Matrix kept, query_of_kept, tail;  // a pair's tail is in one place, and not found here
+    bool have_arrived;                      // those of the first kept quarter; false: ask again
   };
 
   u32 held[max_of(held_panels * 4, 1)][4];
